@@ -18,8 +18,9 @@ template <class T> struct Global {
   DEVICE T* address(i64 index, u32 n_bytes) const { return data + index; }
 };
 
-// Shared memory: [rows][cols], a member of a kernel's struct Smem.
-template <class T, int rows, int cols> struct Shared {
+// Shared memory: [rows][cols], a member of a kernel's struct Smem.  16-byte aligned, so sizeof(Smem) is a plain sum of
+// sizes rounded up to 16 (row.shared_bytes on the host).
+template <class T, int rows, int cols> struct alignas(16) Shared {
   T data[rows][cols];
   DEVICE T& operator()(int row, int col) { return data[row][col]; }
   template <class V> DEVICE V& as(int row, int col) { return *reinterpret_cast<V*>(&data[row][col]); }   // aligned vector

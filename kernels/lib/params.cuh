@@ -5,6 +5,8 @@
 #ifndef CUFLASH_JIT   // no build.py: one working default set, so that clangd and nvcc parse any kernel
 #define CUFLASH_DTYPE 1
 #define CUFLASH_OUT_DTYPE 1
+#define CUFLASH_O_DTYPE 1
+#define CUFLASH_DOUT_DTYPE 1
 #define CUFLASH_HEAD_DIM 64
 #define CUFLASH_HEAD_DIM_V 64
 #define CUFLASH_TILE_Q 64
@@ -38,7 +40,9 @@
 
 // dtype codes: 0 float16, 1 bfloat16, 2 float32, 3 float64, -1 none
 constexpr int dtype_code = CUFLASH_DTYPE;
-constexpr int out_dtype_code = CUFLASH_OUT_DTYPE;
+constexpr int out_dtype_code = CUFLASH_OUT_DTYPE;     // forward: of out; backward: of dq, dk, dv
+constexpr int o_dtype_code = CUFLASH_O_DTYPE;         // backward: of the forward's out, as given
+constexpr int dout_dtype_code = CUFLASH_DOUT_DTYPE;   // backward: of dout, as given
 constexpr int bias_dtype_code = CUFLASH_BIAS_DTYPE;
 constexpr int head_dim_tile = CUFLASH_HEAD_DIM;       // head_dim rounded up to what the tile holds; args.head_dim is the true one
 constexpr int head_dim_v_tile = CUFLASH_HEAD_DIM_V;
@@ -73,6 +77,8 @@ constexpr int args_bytes = CUFLASH_ARGS_BYTES;
 
 #undef CUFLASH_DTYPE
 #undef CUFLASH_OUT_DTYPE
+#undef CUFLASH_O_DTYPE
+#undef CUFLASH_DOUT_DTYPE
 #undef CUFLASH_HEAD_DIM
 #undef CUFLASH_HEAD_DIM_V
 #undef CUFLASH_TILE_Q

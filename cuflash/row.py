@@ -1,0 +1,181 @@
+"""What a row of the plan table is made of: Row, Tile, Step, Slot, and the sizes they compute.  Data: rows.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cuflash.problem import FLOAT_DTYPES, Problem
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+CLASSES = (16, 32, 64, 96, 128, 192, 256)  # tile sizes of head_dim: others round up to the next
+
+# Every option a row may refuse: the word in Row.features -> how a sentence names it.
+FEATURES = {
+    "causal": "causal",
+    "window": "window",
+    "lengths": "query_lengths and key_lengths",
+    "packed": "cu_seqlens_q and cu_seqlens_k",
+    "softcap": "softcap",
+    "alibi": "alibi_slopes",
+    "bias": "bias",
+    "mask": "mask",
+    "block_mask": "block_mask",
+    "sink": "sink",
+    "dropout": "dropout",
+    "dlse": "dlse",
+    "tf32": 'precision="tf32"',
+    "deterministic": "deterministic=True",
+    "out_dtype": "an out_dtype other than the inputs' dtype",
+    "head_dim_v": "a head_dim_v other than head_dim",
+}
+CORE = frozenset({"causal", "dlse", "deterministic", "head_dim_v", "out_dtype"})
+WHOLE = frozenset(FEATURES) - {"tf32"}
+
+Params = dict[str, int]  # name without CUFLASH_ -> value: what build.py passes as -D
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile size of a row.  The first that takes the problem and fits the device's shared memory wins.
+
+    up_to: the largest head_dim and head_dim_v it takes; None: any, walked in chunks of `chunk`.
+    """
+
+    tile_q: int
+    tile_kv: int
+    warps: int
+    stages: int = 1
+    up_to: int | None = None
+    chunk: int | None = None
+    itemsizes: tuple[int, ...] = (2, 4, 8)
+
+    def takes(self, problem: Problem) -> bool:
+        widest = max(problem.head_dim, problem.head_dim_v)
+        return ITEMSIZE[problem.dtype] in self.itemsizes and (self.up_to is None or widest <= self.up_to)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array of the workspace.  Its address is Args.workspace[index of the slot in the row's list].
+
+    A slot named like a PerRow or Tensor field of Args ("delta", "dQ") fills that field too, C-contiguous.
+    zero: set to zero bytes before the first launch.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    zero: bool = False
+
+    @property
+    def n_bytes(self) -> int:
+        size = {"int32": 4, "int64": 8, "uint8": 1, **ITEMSIZE}[self.dtype]
+        for length in self.shape:
+            size *= length
+        return size
+
+
+def _always(problem: Problem) -> bool:
+    return True
+
+
+def _no_shared(params: Params) -> int:
+    return 0
+
+
+def _no_slots(problem: Problem, params: Params) -> tuple[Slot, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a row: an entry point of kernels/<entry up to "__">.cu.
+
+    grid(problem, params) -> (x, y, z); a step whose grid is empty is skipped.  smem(params) = sizeof(Smem).
+    threads: None means 32 x the tile's warps.
+    uses: the parameters its source depends on; the others are passed as 0, so that a shared pass is built
+    once and not once per row.  None: all of them.
+    """
+
+    entry: str
+    grid: Callable[[Problem, Params], Grid]
+    smem: Callable[[Params], int] = _no_shared
+    threads: int | None = None
+    when: Callable[[Problem], bool] = _always
+    uses: tuple[str, ...] | None = None
+
+    @property
+    def file(self) -> str:
+        return self.entry.split("__")[0]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of the ladder.
+
+    starred: obeys the whole contract and is chosen automatically; others run by name.
+    arch: the oldest compute capability it runs on, 10 x major + minor.  exact_arch: only that one (sm_90a).
+    features: words of FEATURES it supports.  limits: (attribute of Problem, largest value) pairs.
+    teaches: the one idea, for tables and reports.
+    """
+
+    name: str
+    starred: bool
+    arch: int
+    tiles: tuple[Tile, ...]
+    steps: tuple[Step, ...]
+    teaches: str
+    dtypes: tuple[str, ...] = FLOAT_DTYPES
+    exact_arch: bool = False
+    features: frozenset[str] = WHOLE
+    limits: tuple[tuple[str, int], ...] = ()
+    workspace: Callable[[Problem, Params], tuple[Slot, ...]] = _no_slots
+    # bytes(problem, params) -> {operand or slot name: (bytes read, bytes written)} of global memory, exact
+    bytes: Callable[[Problem, Params], dict[str, tuple[int, int]]] | None = None
+    # what the strides (last axis apart) and addresses of q, k, v, out, dout must be multiples of
+    stride_bytes: int = 1
+    options: dict[str, int] = field(default_factory=dict, hash=False)  # extra parameters of this row
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(size: int, step: int) -> int:
+    return ceil_div(size, step) * step
+
+
+def shared_bytes(*members: tuple[int, int, int]) -> int:
+    """sizeof a struct of Shared<T, rows, cols> members, each given as (bytes of T, rows, cols).
+
+    Shared is aligned to 16 bytes, so every member's size is rounded up to 16.
+
+    >>> shared_bytes((2, 64, 72), (4, 1, 1))
+    9232
+    """
+    return sum(round_up(size * rows * cols, 16) for size, rows, cols in members)
+
+
+# ---- grids: one axis, so that no 65,535 limit applies
+
+
+def query_tiles(problem: Problem, params: Params) -> Grid:
+    """One block per query tile of each (batch, head): x = tile + n_tiles * (head + heads * batch)."""
+    return ceil_div(problem.len_q, params["TILE_Q"]) * problem.heads * problem.batch, 1, 1
+
+
+def key_tiles(problem: Problem, params: Params) -> Grid:
+    """One block per key tile of each (batch, query head)."""
+    return ceil_div(problem.len_k, params["TILE_KV"]) * problem.heads * problem.batch, 1, 1
+
+
+def key_head_tiles(problem: Problem, params: Params) -> Grid:
+    """One block per key tile of each (batch, key head): the block walks the query heads of its group."""
+    return ceil_div(problem.len_k, params["TILE_KV"]) * problem.heads_k * problem.batch, 1, 1
+
+
+def query_rows(problem: Problem, params: Params) -> Grid:
+    """One thread per query row."""
+    return ceil_div(problem.len_q * problem.heads * problem.batch, 32 * params["N_WARPS"]), 1, 1
