@@ -3,11 +3,13 @@
 #include "platform.cuh"
 
 // An array of vectors: the last axis (dim) is contiguous, the other strides are in elements.
+// vector_bytes: 16 when the address, every stride in bytes and the vector's own bytes are multiples of 16, else 0.
 struct Tensor {
   void* data;
   i64 batch;
   i64 row;
   i64 head;
+  i64 vector_bytes;
 };
 
 // One number per query row: lse, dlse, delta.  (batch, heads, len_q), strides in elements.
@@ -19,12 +21,15 @@ struct PerRow {
 };
 
 // One number per score: bias, mask, dbias.  Strides in elements, 0 along a broadcast axis.
+// rows, cols: entries along the last two axes, 2^62 along a broadcast axis (packed calls hide what lies past them).
 struct Scores {
   void* data;
   i64 batch;
   i64 head;
   i64 row;
   i64 col;
+  i64 rows;
+  i64 cols;
 };
 
 // One number per (batch, head): ALiBi slopes, sink.  Stride 0 where broadcast.
@@ -80,8 +85,8 @@ struct Args {
   i64 dropout_head0;
   i64 dropout_i0;
   i64 dropout_j0;
-  u32 dropout_threshold;
-  float dropout_scale;
+  u64 dropout_threshold;
+  double dropout_scale;
   void* workspace[8];
   double scale;
   double softcap;
