@@ -1,4 +1,4 @@
-"""What a row of the plan table is made of: Row, Tile, Step, Slot, and the sizes they compute.  Data: rows.py."""
+"""What a row of the plan table is made of: Row, Tile, Step, Slot, and the sizes they compute."""
 
 from __future__ import annotations
 
