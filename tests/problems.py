@@ -2,10 +2,10 @@
 
     @given(calls())                      Hypothesis
     for call in list_of_calls(100)       a plain list, always the same
-    covering_builds(48)                  builds such that every two features meet; calls(build=...) stays inside one
+    covering_builds(48)                  builds in which every two features meet; calls(build=...) stays inside one
 
-A call is drawn in two steps.  A *build* fixes what a kernel is compiled for (dtype, head_dim, which options are there).
-Everything else (sizes, numbers, strides) is free, so one compiled kernel serves many calls.
+A call is drawn in two steps.  A *build* fixes what a kernel is compiled for (dtype, head_dim, which options are
+there).  Everything else (sizes, numbers, strides) is free, so one compiled kernel serves many calls.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ BUILD_VALUES = {
 
 @dataclass
 class Call:
-    """One legal call: attention(call.q, call.k, call.v, **call.options), then its backward with dout and dlse."""
+    """One legal call: attention(call.q, call.k, call.v, **call.options), and dout and dlse for its backward."""
 
     q: Any
     k: Any
@@ -90,7 +90,7 @@ class Call:
         return f"Call({self.label})"
 
     def on_device(self, device_lengths=False):
-        """The same call on the current CUDA device, strides kept.  Lengths stay on the host unless device_lengths."""
+        """The same call on the current CUDA device, strides kept; lengths stay on the host unless device_lengths."""
         moved = {name: copy_to_device(getattr(self, name)) for name in ("q", "k", "v", "dout", "dlse")}
         options = {}
         for name, value in self.options.items():
@@ -104,7 +104,7 @@ class Call:
 
 
 def copy_to_device(array):
-    """A CuPy view with the same shape and strides (0 and negative included) over a copy of the memory below `array`."""
+    """A CuPy view with the same shape and strides (0 and negative too) over a copy of the memory below `array`."""
     import cupy
 
     if array is None:
@@ -115,7 +115,7 @@ def copy_to_device(array):
     return cupy.ndarray(array.shape, array.dtype, memptr=memory.data + start, strides=array.strides)
 
 
-# --- drawing --------------------------------------------------------------------------------------------------------
+# ---- drawing
 
 
 @st.composite
@@ -123,7 +123,8 @@ def calls(draw, build=None, max_length=200, max_scores=2**18, extreme=True):
     """Hypothesis strategy of Calls.
 
     build: a Build, or None to draw one.  max_length bounds len_q and len_k, max_scores bounds
-    batch x heads x len_q x len_k; small values for slow paths.  extreme=False leaves out huge and non-finite numbers.
+    batch x heads x len_q x len_k; small values for slow paths.  extreme=False leaves out huge and non-finite
+    numbers.
     """
 
     def pick(name, values):
@@ -156,7 +157,7 @@ def make_call(pick, seed, build, max_length, max_scores, extreme):
     values = pick("values", ("normal", "large", "same", "normal") if extreme else ("normal",))
     poison = pick("poison", (None, None, "beyond", "anywhere") if extreme else (None,))
     if poison == "anywhere":
-        values = "normal"  # a weight that underflows in one dtype and not in another makes 0 x inf of a finite inf
+        values = "normal"  # a weight that underflows in one dtype and not in another turns x inf into 0 x inf
     options = draw_options(pick, rng, build, sizes, extreme)
     if layout != "bshd":
         options["layout"] = layout
@@ -220,7 +221,8 @@ def draw_sizes(pick, build, max_length, max_scores):
     cu = {side: np.cumsum([0, *some[:batch]], dtype=np.int32) for side, some in rows.items()}
     tail = pick("tail", (0, 3))
     tokens = {side: int(cu[side][-1]) + tail for side in cu}
-    return Sizes(batch, tokens["q"], tokens["k"], heads, heads_k, build.head_dim, head_dim_v, cu["q"], cu["k"])
+    dims = (build.head_dim, head_dim_v)
+    return Sizes(batch, tokens["q"], tokens["k"], heads, heads_k, *dims, cu["q"], cu["k"])
 
 
 def draw_options(pick, rng, build, sizes, extreme):
@@ -254,7 +256,8 @@ def draw_options(pick, rng, build, sizes, extreme):
             bias[rng.random(bias.shape) < 0.3] = -np.inf
         options["bias"] = bias.astype(dtype if build.bias == "same" else np.float32)
     if build.mask:
-        options["mask"] = rng.random(draw_broadcast(pick, "mask", scores_shape)) < pick("kept", (0.7, 0.03, 1.0))
+        kept = pick("kept", (0.7, 0.03, 1.0))
+        options["mask"] = rng.random(draw_broadcast(pick, "mask", scores_shape)) < kept
     if build.block_mask:
         options["block_mask"] = draw_block_mask(pick, rng, build.block_mask, sizes)
     if build.sink:
@@ -299,7 +302,15 @@ def draw_block_mask(pick, rng, block, sizes):
     return cuflash.BlockMask(*block, counts[starts].astype(np.int32), indices.astype(np.int32))
 
 
-STRIDES = ("contiguous", "other layout", "every other row", "reversed rows", "wide heads", "strided dim", "broadcast heads")
+STRIDES = (
+    "contiguous",
+    "other layout",
+    "every other row",
+    "reversed rows",
+    "wide heads",
+    "strided dim",
+    "broadcast heads",
+)
 
 
 def draw_array(rng, name, build, sizes, layout, strides, values):
@@ -325,9 +336,7 @@ def draw_array(rng, name, build, sizes, layout, strides, values):
     if values == "same":
         numbers += rng.standard_normal((1, 1, 1, dim * (2 if strides == "strided dim" else 1)))
     numbers = numbers.astype(NUMPY_DTYPES[dtype])
-    if strides == "other layout":
-        numbers = np.ascontiguousarray(numbers.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-    elif layout == "bhsd" and strides == "contiguous":
+    if strides == "other layout" or (layout == "bhsd" and strides == "contiguous"):
         numbers = np.ascontiguousarray(numbers.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
     numbers = numbers[:, ::step]
     if strides == "wide heads":
@@ -360,14 +369,14 @@ def place_poison(rng, poison, arrays, options, sizes, layout):
                 rows_first[int(n) :, b] = np.nan
 
 
-# --- pairwise covering ----------------------------------------------------------------------------------------------
+# ---- pairwise covering
 
 
 def covering_builds(n=48, seed=0):
-    """n Builds in which every two values of two different features meet at least once.  Always the same list.
+    """n Builds in which every two values of two different features meet at least once; always the same list.
 
     Greedy: each new build starts from a pair not yet met and takes, feature by feature in random order, the value
-    that meets most pairs not yet met; of a few such builds the best is kept.  Raises ValueError when n is too small.
+    that meets most pairs not yet met; of a few such builds the best is kept.  ValueError when n is too small.
     """
     rng = np.random.default_rng(seed)
     names = tuple(BUILD_VALUES)
@@ -401,7 +410,8 @@ def covering_builds(n=48, seed=0):
             missing -= pairs(chosen)
         else:
             chosen = {axis: int(rng.integers(len(BUILD_VALUES[name]))) for axis, name in enumerate(names)}
-        builds.append(Build(**{names[axis]: BUILD_VALUES[names[axis]][value] for axis, value in chosen.items()}))
+        values = {names[axis]: BUILD_VALUES[names[axis]][value] for axis, value in chosen.items()}
+        builds.append(Build(**values))
     if missing:
         raise ValueError(f"{n} builds are too few: {len(missing)} pairs never meet")
     return builds
