@@ -1,0 +1,56 @@
+// score.cuh - from a raw product q.k to the score that softmax sees, in contract order: scale, softcap, ALiBi, bias.
+// Scores are in base 2 (times log2(e)): exp2 is the instruction the hardware has.  Derivatives for the backward beside each step.
+#pragma once
+#include "positions.cuh"
+
+// What the scores of one (sequence, head) share.
+struct Scoring {
+  acc scale_log2;       // scale * log2(e)
+  acc scale_over_cap;   // softcap: cap * tanh(s * scale / cap)
+  acc cap_log2;
+  acc slope_log2;       // ALiBi
+  i64 offset;
+  i64 bias0;            // index of bias (i = 0, j = 0)
+};
+
+DEVICE Scoring scoring_of(const Args& args, const Sequence& seq, i64 h) {
+  Scoring c = {};
+  c.scale_log2 = static_cast<acc>(args.scale * 1.4426950408889634074);
+  if constexpr (has_softcap) c.scale_over_cap = static_cast<acc>(args.scale / args.softcap);
+  if constexpr (has_softcap) c.cap_log2 = static_cast<acc>(args.softcap * 1.4426950408889634074);
+  if constexpr (has_alibi) c.slope_log2 = Global<acc>(args.alibi.data).load(seq.b * args.alibi.batch + h * args.alibi.head) * LOG2E;
+  if constexpr (has_alibi) c.offset = seq.offset;
+  if constexpr (has_bias) c.bias0 = seq.b * args.bias.batch + h * args.bias.head;
+  return c;
+}
+
+// Step 1: scale and softcap.  raw = q.k
+DEVICE acc capped_log2(const Scoring& c, acc raw) {
+  if constexpr (has_softcap) return c.cap_log2 * hyperbolic_tangent(raw * c.scale_over_cap);
+  return raw * c.scale_log2;
+}
+
+// d capped / d (scale * raw), from the capped value: 1 - tanh^2.
+DEVICE acc softcap_slope(const Scoring& c, acc capped) {
+  if constexpr (!has_softcap) return 1;
+  const acc t = capped / c.cap_log2;
+  return 1 - t * t;
+}
+
+// |i + offset - j|: minus this is d score / d slope.
+DEVICE acc alibi_distance(const Scoring& c, i32 i, i32 j) { return static_cast<acc>(magnitude<i64>(i + c.offset - j)); }
+
+// Step 2: ALiBi and bias.  (i, j) must lie inside the sequence: bias is read there.
+DEVICE acc biased_log2(const Args& args, const Scoring& c, acc capped, i32 i, i32 j) {
+  acc score = capped;
+  if constexpr (has_alibi) score -= c.slope_log2 * alibi_distance(c, i, j);
+  if constexpr (has_bias) {
+    const acc bias = convert<acc>(Global<bias_elem>(args.bias.data).load(c.bias0 + i * args.bias.row + j * args.bias.col));
+    score += bias * LOG2E;
+  }
+  return score;
+}
+
+DEVICE acc score_log2(const Args& args, const Scoring& c, acc raw, i32 i, i32 j) {
+  return biased_log2(args, c, capped_log2(c, raw), i, j);
+}

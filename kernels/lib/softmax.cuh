@@ -1,0 +1,52 @@
+// softmax.cuh - the running softmax of one row, in base 2: m = largest score so far, l = sum of 2^(score - m).
+#pragma once
+#include "args.cuh"
+#include "memory.cuh"
+#include "types.cuh"
+#include "warp.cuh"
+
+// A row that has seen nothing has m = -inf; (-inf) - (-inf) would be NaN, so weights are taken against 0 then: 2^(-inf - 0) = 0.
+DEVICE acc finite_max(acc m) { return m == NEG_INF ? acc(0) : m; }
+
+// What the sums made with m_old must be multiplied by, now that the maximum is m_new (as finite_max gave it).
+DEVICE acc rescaling(acc m_old, acc m_new) { return exp2_approx(m_old - m_new); }
+
+// Maximum and sum over `lanes` neighbouring lanes (a power of two): all of them get the result.
+template <int lanes> DEVICE acc max_over_lanes(acc x) {
+#pragma unroll
+  for (int step = lanes / 2; step > 0; step /= 2) x = largest(x, shfl_xor(x, step));
+  return x;
+}
+template <int lanes> DEVICE acc sum_over_lanes(acc x) {
+#pragma unroll
+  for (int step = lanes / 2; step > 0; step /= 2) x += shfl_xor(x, step);
+  return x;
+}
+
+// The end of a row.  factor: what O is multiplied by; lse: natural logarithm, of the sink too.
+struct RowEnd {
+  acc factor;
+  acc lse;
+};
+
+// sink_log2: the head's sink in base 2, ignored without one.  A row that exists but saw nothing: factor 0, lse -inf or the sink.
+DEVICE RowEnd finish_row(acc m, acc l, acc sink_log2, acc dropout_scale) {
+  acc shrink = 1;
+  if constexpr (has_sink) {
+    const acc m_all = largest(m, sink_log2), reference = finite_max(m_all);
+    shrink = exp2_approx(m - reference);
+    l = l * shrink + exp2_approx(sink_log2 - reference);
+    m = m_all;
+  }
+  RowEnd row = {0, NEG_INF};
+  if (l == 0) return row;
+  row.factor = shrink / l;
+  if constexpr (has_dropout) row.factor *= dropout_scale;
+  row.lse = (m + log2_approx(l)) * LN2;
+  return row;
+}
+
+DEVICE acc sink_of(const Args& args, i64 h) {
+  if constexpr (has_sink) return Global<acc>(args.sink.data).load(h * args.sink.head) * LOG2E;
+  return NEG_INF;
+}
