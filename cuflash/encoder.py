@@ -1,12 +1,14 @@
 """A BERT encoder in 100 lines of array code, every attention through cuflash: sentences to embeddings.
 
-The same code runs in NumPy and in CuPy (`xp` is the module the weights live in), and, with `Encoder.reference()`, in
-float64 through `cuflash.reference`.  It is sized by its weights: all-MiniLM-L6-v2 is 6 layers, 12 heads of 32.
+The same code runs in NumPy and in CuPy (`xp` is the module the weights live in), and, with
+`Encoder.reference()`, in float64 through `cuflash.reference`.  It is sized by its weights: all-MiniLM-L6-v2
+is 6 layers, 12 heads of 32.
 
     encoder = Encoder.load(find_weights())
     embeddings = encoder.embed(["A cat sleeps.", "A kitten naps."])      # (2, 384), rows of length 1
 
-Source: Devlin et al., "BERT", 2019 (architecture); Reimers and Gurevych, "Sentence-BERT", 2019 (the masked mean).
+Source: Devlin et al., "BERT", 2019 (architecture); Reimers and Gurevych, "Sentence-BERT", 2019 (the masked
+mean).
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ SQRT_HALF = math.sqrt(0.5)
 
 
 def find_weights() -> Path | None:
-    """The folder with model.safetensors, config.json and vocab.txt, or None when the weights are not installed."""
-    found = importlib.util.find_spec(WEIGHTS_PACKAGE)  # the package itself is never imported: it would import PyTorch
+    """The folder with model.safetensors, config.json and vocab.txt; None when it is not installed."""
+    found = importlib.util.find_spec(WEIGHTS_PACKAGE)  # found, never imported: it would bring in PyTorch
     if found is None or found.origin is None:
         return None
     folder = Path(found.origin).parent / "model"
@@ -58,8 +60,8 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
 def erf(x: Any, xp: Any) -> Any:
     """The error function, of x's dtype.
 
-    float64 takes math.erf one by one (the reference may be slow).  float32 takes formula 7.1.26 of Abramowitz and
-    Stegun: absolute error 1.5e-7, about one float32 rounding of a value near 1.
+    float64 takes math.erf one by one (the reference may be slow).  float32 takes formula 7.1.26 of
+    Abramowitz and Stegun: absolute error 1.5e-7, about one float32 rounding of a value near 1.
     """
     if x.dtype == np.float64:
         exact = np.array([math.erf(value) for value in x.ravel().tolist()]).reshape(x.shape)
@@ -107,7 +109,7 @@ class Encoder:
 
     @classmethod
     def load(cls, folder: str | Path | None, xp: Any = np, attention_dtype: Any = None) -> Encoder:
-        """Read a folder with config.json, vocab.txt and model.safetensors; weights become float32 arrays of `xp`."""
+        """Read config.json, vocab.txt and model.safetensors; weights become float32 arrays of `xp`."""
         if folder is None:
             raise CuflashError(f"encoder: the weights are not installed. Install them: {INSTALL_WEIGHTS}")
         folder = Path(folder)
@@ -128,14 +130,12 @@ class Encoder:
         )
 
     def reference(self) -> Encoder:
-        """The same encoder in NumPy float64, attention through cuflash.reference: what every other pass is held to."""
+        """The same encoder in NumPy float64 through cuflash.reference: what every other pass is held to."""
         host = {name: self._to_host(array).astype(np.float64) for name, array in self.weights.items()}
-        return replace(
-            self, weights=host, xp=np, attention=cuflash.reference.attention, attention_dtype=None
-        )
+        return replace(self, weights=host, xp=np, attention=cuflash.reference.attention, attention_dtype=None)
 
     def embed(self, texts: Sequence[str]) -> Any:
-        """Unit-length embeddings (batch, hidden) of sentences: the mean of the last layer over each one's tokens."""
+        """Embeddings (batch, hidden) of sentences: the last layer's mean over each one's tokens, length 1."""
         ids, lengths = self.tokenizer.batch(texts, self.max_length)
         return self.embed_ids(ids, lengths)
 
@@ -144,11 +144,11 @@ class Encoder:
         xp = self.xp
         hidden = self.encode(ids, lengths)
         inside = xp.asarray(np.arange(ids.shape[1]) < lengths[:, None])
-        total = xp.where(inside[..., None], hidden, 0).sum(axis=1)  # the mean but for a factor, which goes next
+        total = xp.where(inside[..., None], hidden, 0).sum(axis=1)  # the mean but for a factor
         return total / xp.sqrt((total * total).sum(axis=-1, keepdims=True))
 
     def encode(self, ids: np.ndarray, lengths: np.ndarray) -> Any:
-        """Hidden states (batch, len, hidden) of the last layer.  Rows past a sentence's length mean nothing."""
+        """Last hidden states (batch, len, hidden).  Rows past a sentence's length mean nothing."""
         xp = self.xp
         tokens = self.weights["embeddings.word_embeddings.weight"][xp.asarray(ids)]
         places = self.weights["embeddings.position_embeddings.weight"][: ids.shape[1]]
@@ -164,9 +164,9 @@ class Encoder:
         return x
 
     def _attend(self, name: str, x: Any, lengths: np.ndarray) -> Any:
-        """Self-attention: x (batch, len, hidden) to the same shape; keys past a sentence's length are not seen."""
+        """Self-attention, x (batch, len, hidden) to the same shape; keys past a sentence's end are hidden."""
         batch, length, hidden = x.shape
-        by_head = (batch, length, self.n_heads, hidden // self.n_heads)  # cuflash's layout: a view, no transpose
+        by_head = (batch, length, self.n_heads, hidden // self.n_heads)  # cuflash's layout: no transpose
         q, k, v = (self._linear(f"{name}.{part}", x).reshape(by_head) for part in ("query", "key", "value"))
         if self.attention_dtype is not None:
             q, k, v = (array.astype(self.attention_dtype) for array in (q, k, v))
@@ -177,7 +177,8 @@ class Encoder:
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
 
     def _norm(self, name: str, x: Any) -> Any:
-        return layer_norm(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"], self.epsilon, self.xp)
+        weight, bias = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
+        return layer_norm(x, weight, bias, self.epsilon, self.xp)
 
     def _to_host(self, array: Any) -> np.ndarray:
         return array.get() if hasattr(array, "get") else np.asarray(array)

@@ -5,11 +5,13 @@ An array passes when its largest error is at most
     2 x (largest error of the baseline) + 4 eps(accumulation dtype) x max |reference|
 
 The reference is `cuflash.reference` in float64 (np.longdouble for float64 inputs).  The baseline is
-`reference.unfused(dtype)`: the same mathematics as a plain library computes it, rounded to the dtype after each step.
-lse, delta, dsink and dalibi_slopes are judged against the float32 baseline whatever the input dtype.
+`reference.unfused(dtype)`: the same mathematics as a plain library computes it, rounded to the dtype
+after each step.  lse, delta, dsink and dalibi_slopes are judged against the float32 baseline whatever the
+input dtype.
 
-Where the reference is not finite the result must be of the same kind (NaN, +inf, -inf); where it is finite, anything
-else fails, except NaN at places named by `may_be_nan` and an overflow of the result's own dtype.
+Where the reference is not finite the result must be of the same kind (NaN, +inf, -inf); where it is
+finite, anything else fails, except NaN at places named by `may_be_nan` and an overflow of the result's
+own dtype.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def kind_of(x: np.ndarray) -> np.ndarray:
 
 
 def limit_of(reference: np.ndarray, baselines: Sequence[Any], accumulator: str) -> tuple[float, float]:
-    """(limit, largest error of the baselines).  Numbers that overflowed in a baseline say nothing and are left out."""
+    """(limit, largest error of the baselines).  A number that overflowed in a baseline is left out."""
     finite = np.isfinite(reference)
     largest = np.max(np.abs(reference[finite]), initial=0)
     error = 0.0
@@ -67,10 +69,12 @@ def limit_of(reference: np.ndarray, baselines: Sequence[Any], accumulator: str) 
     return 2 * error + 4 * np.finfo(accumulator).eps * largest, error
 
 
-def allowed_kinds(got: np.ndarray, reference: np.ndarray, may_be_nan: Any, largest_of_dtype: float) -> np.ndarray:
+def allowed_kinds(
+    got: np.ndarray, reference: np.ndarray, may_be_nan: Any, largest_of_dtype: float
+) -> np.ndarray:
     """Where got is finite, NaN or infinite as the reference is, or may differ from it.
 
-    largest_of_dtype: from this size on, an infinity in place of a number is an overflow of the result's dtype.
+    largest_of_dtype: from this size on, an infinity in place of a number is an overflow of the dtype.
     """
     allowed = kind_of(got) == kind_of(reference)
     if may_be_nan is not None:
@@ -104,8 +108,8 @@ def judge(
     result, reference = to_numpy(result), to_numpy(reference)
     baselines = baselines if isinstance(baselines, list | tuple) else [baselines]
 
-    def failed(message: str, error: float = float("nan"), limit: float = float("nan"), base: float = float("nan")):
-        return Verdict(name, error, limit, base, f"{name}: {message}")
+    def failed(message: str, error=np.nan, limit=np.nan, baseline_error=np.nan) -> Verdict:
+        return Verdict(name, error, limit, baseline_error, f"{name}: {message}")
 
     if result.shape != reference.shape:
         return failed(f"shape {result.shape}, the reference has {reference.shape}")
@@ -128,7 +132,7 @@ def judge(
         wrong = np.argwhere(~allowed)
         first = place(tuple(wrong[0]))
         message = f"{len(wrong)} of {got.size} numbers of the wrong kind, first at {first}"
-        return failed(message, float("nan"), limit, baseline_error)
+        return failed(message, np.nan, limit, baseline_error)
 
     both = np.isfinite(got) & np.isfinite(reference)
     errors = np.where(both, np.abs(np.where(both, got, 0) - np.where(both, reference, 0)), 0)

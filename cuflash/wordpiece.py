@@ -1,8 +1,8 @@
 """WordPiece, lower case: text to token ids, as BERT's uncased models were trained on it.
 
-Three steps, each a function below: `normalize` (control characters out, accents off, lower case), `words` (split at
-spaces; every punctuation mark and every CJK character is a word of its own), `pieces` (longest match first in the
-vocabulary, later pieces written "##...").
+Three steps, each a function below: `normalize` (control characters out, accents off, lower case), `words`
+(split at spaces; every punctuation mark and every CJK character is a word of its own), `pieces` (longest
+match first in the vocabulary, later pieces written "##...").
 
 Source: Devlin et al., "BERT", 2019, and Schuster and Nakajima, "Japanese and Korean Voice Search", 2012.
 """
@@ -19,7 +19,8 @@ from cuflash.errors import CuflashError
 
 MAX_WORD = 100  # characters; a longer word is one [UNK], as in training
 
-# Blocks of CJK ideographs. Kana and Hangul are not among them: those scripts go through the vocabulary as words do.
+# Blocks of CJK ideographs. Kana and Hangul are not among them: those scripts go through the vocabulary as
+# words do.
 CJK_BLOCKS = (
     (0x4E00, 0x9FFF),
     (0x3400, 0x4DBF),
@@ -37,7 +38,7 @@ def is_cjk(char: str) -> bool:
 
 
 def is_punctuation(char: str) -> bool:
-    """Unicode's punctuation, and every ASCII mark that is no letter, digit or space ($ + < ~ ... are symbols there)."""
+    """Unicode's punctuation, and every ASCII mark: $ + < ~ and others, which Unicode calls symbols."""
     return unicodedata.category(char).startswith("P") or ("!" <= char <= "~" and not char.isalnum())
 
 
@@ -123,7 +124,7 @@ class WordPiece:
         return found or ["[UNK]"]
 
     def tokens(self, text: str) -> list[str]:
-        """Tokens of a text, without [CLS] and [SEP].  "[MASK]" and the like inside a text are text, not special."""
+        """Tokens of a text, without [CLS] and [SEP].  A "[MASK]" inside a text is text, not special."""
         return [piece for word in words(normalize(text)) for piece in self.pieces(word)]
 
     def encode(self, text: str, max_length: int | None = None) -> list[int]:

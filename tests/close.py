@@ -8,7 +8,7 @@ __all__ = ["AXES", "check_close", "kind_of", "limit_of", "to_numpy"]
 
 
 def check_close(name, result, reference, baselines, *, accumulator="float32", may_be_nan=None, axes=None):
-    """Raise AssertionError, naming the worst place, unless `result` is as near to `reference` as the rule asks.
+    """Raise AssertionError, naming the worst place, unless the result is as near as the rule asks.
 
     Arguments as in `cuflash.judge.judge`.  Returns the Verdict: error, limit, baseline_error.
     """

