@@ -2,10 +2,11 @@
 
     @given(calls())                      Hypothesis
     for call in list_of_calls(100)       a plain list, always the same
-    covering_builds(48)                  builds in which every two features meet; calls(build=...) stays inside one
+    covering_builds(48)                  builds in which every two features meet, for calls(build=...)
 
-A call is drawn in two steps.  A *build* fixes what a kernel is compiled for (dtype, head_dim, which options are
-there).  Everything else (sizes, numbers, strides) is free, so one compiled kernel serves many calls.
+A call is drawn in two steps.  A *build* fixes what a kernel is compiled for (dtype, head_dim, which
+options are there).  Everything else (sizes, numbers, strides) is free, so one compiled kernel serves many
+calls.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ BUILD_VALUES = {
 
 @dataclass
 class Call:
-    """One legal call: attention(call.q, call.k, call.v, **call.options), and dout and dlse for its backward."""
+    """One legal call: attention(q, k, v, **options), and dout and dlse for its backward."""
 
     q: Any
     k: Any
@@ -90,7 +91,7 @@ class Call:
         return f"Call({self.label})"
 
     def on_device(self, device_lengths=False):
-        """The same call on the current CUDA device, strides kept; lengths stay on the host unless device_lengths."""
+        """The same call on the current CUDA device, strides kept; lengths stay on the host by default."""
         moved = {name: copy_to_device(getattr(self, name)) for name in ("q", "k", "v", "dout", "dlse")}
         options = {}
         for name, value in self.options.items():
@@ -104,7 +105,7 @@ class Call:
 
 
 def copy_to_device(array):
-    """A CuPy view with the same shape and strides (0 and negative too) over a copy of the memory below `array`."""
+    """A CuPy view with the same shape and strides (0 and negative too) over a copy of the memory."""
     import cupy
 
     if array is None:
@@ -375,8 +376,9 @@ def place_poison(rng, poison, arrays, options, sizes, layout):
 def covering_builds(n=48, seed=0):
     """n Builds in which every two values of two different features meet at least once; always the same list.
 
-    Greedy: each new build starts from a pair not yet met and takes, feature by feature in random order, the value
-    that meets most pairs not yet met; of a few such builds the best is kept.  ValueError when n is too small.
+    Greedy: each new build starts from a pair not yet met and takes, feature by feature in random order,
+    the value that meets most pairs not yet met; of a few such builds the best is kept.  ValueError when n
+    is too small.
     """
     rng = np.random.default_rng(seed)
     names = tuple(BUILD_VALUES)
