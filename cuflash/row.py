@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from cuflash.devices import Device
 from cuflash.problem import FLOAT_DTYPES, Problem
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -14,6 +15,7 @@ CLASSES = (16, 32, 64, 96, 128, 192, 256)  # tile sizes of head_dim: others roun
 FEATURES = {
     "causal": "causal",
     "window": "window",
+    "query_offset": "query_offset",
     "lengths": "query_lengths and key_lengths",
     "packed": "cu_seqlens_q and cu_seqlens_k",
     "softcap": "softcap",
@@ -29,11 +31,23 @@ FEATURES = {
     "out_dtype": "an out_dtype other than the inputs' dtype",
     "head_dim_v": "a head_dim_v other than head_dim",
 }
-CORE = frozenset({"causal", "dlse", "deterministic", "head_dim_v", "out_dtype"})
+CORE = frozenset({"causal", "query_offset", "dlse", "deterministic", "head_dim_v", "out_dtype"})
 WHOLE = frozenset(FEATURES) - {"tf32"}
 
 Params = dict[str, int]  # name without CUFLASH_ -> value: what build.py passes as -D
 Grid = tuple[int, int, int]
+ParamsOf = Callable[[Problem, "Row", "Tile"], Params]
+
+
+class Refusal(str):
+    """Why a row does not take a problem, as a sentence.  argument: the option or property that caused it."""
+
+    argument: str
+
+    def __new__(cls, sentence: str, argument: str) -> Refusal:
+        self = super().__new__(cls, sentence)
+        self.argument = argument
+        return self
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,30 @@ class Step:
         return self.entry.split("__")[0]
 
 
+def wanted_features(problem: Problem) -> list[str]:
+    """Words of FEATURES that the problem uses, in the order of the signature."""
+    uses = {
+        "causal": problem.causal,
+        "window": problem.window != (None, None),
+        "query_offset": problem.query_offset is not None,
+        "softcap": problem.softcap is not None,
+        "alibi": problem.has_alibi,
+        "bias": problem.bias is not None,
+        "mask": problem.has_mask,
+        "lengths": problem.has_query_lengths or problem.has_key_lengths,
+        "packed": problem.packed,
+        "block_mask": problem.block_mask is not None,
+        "sink": problem.has_sink,
+        "dropout": problem.dropout is not None,
+        "tf32": problem.precision == "tf32",
+        "out_dtype": problem.out_dtype != problem.dtype,
+        "head_dim_v": problem.head_dim != problem.head_dim_v,
+        "deterministic": problem.deterministic,
+        "dlse": problem.has_dlse,
+    }
+    return [word for word, used in uses.items() if used]
+
+
 @dataclass(frozen=True)
 class Row:
     """One kernel of the ladder.
@@ -136,7 +174,34 @@ class Row:
     bytes: Callable[[Problem, Params], dict[str, tuple[int, int]]] | None = None
     # what the strides (last axis apart) and addresses of q, k, v, out, dout must be multiples of
     stride_bytes: int = 1
-    options: dict[str, int] = field(default_factory=dict, hash=False)  # extra parameters of this row
+    options: tuple[tuple[str, int], ...] = ()  # parameters this row sets itself: ("SPLIT", 1)
+
+    def tile_of(self, problem: Problem, params_of: ParamsOf, shared_bytes: int) -> tuple[Tile, Params] | None:
+        """The first tile that takes the problem in this much shared memory, with its parameters."""
+        for tile in self.tiles:
+            if tile.takes(problem):
+                params = params_of(problem, self, tile)
+                if all(step.smem(params) <= shared_bytes for step in self.steps if step.when(problem)):
+                    return tile, params
+        return None
+
+    def refuses(self, problem: Problem, device: Device) -> Refusal | None:
+        """None, or the sentence why not; everything but tile sizes and strides (plan.py)."""
+        if device.kind == "cuda" and (
+            device.arch != self.arch if self.exact_arch else device.arch < self.arch
+        ):
+            need = f"sm_{self.arch}a, and no other" if self.exact_arch else f"sm_{self.arch}"
+            return Refusal(f"needs {need}, this device is sm_{device.arch}", "device")
+        if problem.dtype not in self.dtypes:
+            return Refusal(f"takes {' and '.join(self.dtypes)}, not {problem.dtype}", "dtype")
+        for word in wanted_features(problem):
+            if word not in self.features:
+                return Refusal(f"does not do {FEATURES[word]}", word)
+        for attribute, most in self.limits:
+            if getattr(problem, attribute) > most:
+                got = getattr(problem, attribute)
+                return Refusal(f"takes {attribute} up to {most}, got {got}", attribute)
+        return None
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -158,24 +223,32 @@ def shared_bytes(*members: tuple[int, int, int]) -> int:
     return sum(round_up(size * rows * cols, 16) for size, rows, cols in members)
 
 
-# ---- grids: one axis, so that no 65,535 limit applies
+# ---- grids: one axis, so that no 65,535 limit applies.  The same numbers as kernels/lib/positions.cuh.
+
+
+def n_slots(problem: Problem, rows: int, tile_rows: int) -> int:
+    """Blocks per head for tiles of tile_rows out of `rows`: = n_slots of positions.cuh."""
+    if problem.packed:
+        return rows // tile_rows + problem.batch + 1
+    return ceil_div(rows, tile_rows) * problem.batch
 
 
 def query_tiles(problem: Problem, params: Params) -> Grid:
-    """One block per query tile of each (batch, head): x = tile + n_tiles * (head + heads * batch)."""
-    return ceil_div(problem.len_q, params["TILE_Q"]) * problem.heads * problem.batch, 1, 1
+    """One block per query tile of each (sequence, head)."""
+    return n_slots(problem, problem.len_q, params["TILE_Q"]) * problem.heads, 1, 1
 
 
 def key_tiles(problem: Problem, params: Params) -> Grid:
-    """One block per key tile of each (batch, query head)."""
-    return ceil_div(problem.len_k, params["TILE_KV"]) * problem.heads * problem.batch, 1, 1
+    """One block per key tile of each (sequence, query head)."""
+    return n_slots(problem, problem.len_k, params["TILE_KV"]) * problem.heads, 1, 1
 
 
 def key_head_tiles(problem: Problem, params: Params) -> Grid:
-    """One block per key tile of each (batch, key head): the block walks the query heads of its group."""
-    return ceil_div(problem.len_k, params["TILE_KV"]) * problem.heads_k * problem.batch, 1, 1
+    """One block per key tile of each (sequence, key head): it walks the query heads of its group."""
+    return n_slots(problem, problem.len_k, params["TILE_KV"]) * problem.heads_k, 1, 1
 
 
 def query_rows(problem: Problem, params: Params) -> Grid:
-    """One thread per query row."""
-    return ceil_div(problem.len_q * problem.heads * problem.batch, 32 * params["N_WARPS"]), 1, 1
+    """One thread per query row of the arrays."""
+    rows = problem.len_q * problem.heads * (1 if problem.packed else problem.batch)
+    return ceil_div(rows, 32 * params["N_WARPS"]), 1, 1

@@ -1,0 +1,163 @@
+"""kernels/lib/args.cuh as a NumPy dtype, and a record of it filled from a plan and its operands.
+
+The C++ file is the only place where the layout is written down: this module reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import numpy as np
+
+from cuflash.build import kernels_directory, strip_comments
+from cuflash.errors import CuflashError
+from cuflash.problem import Operands, Problem
+
+UNBOUNDED = 1 << 61  # = positions.cuh: a window side of None; query_offset is clamped to it
+BROADCAST = 1 << 62  # = args.cuh: rows or cols of a score array along a broadcast axis
+_SCALARS = {
+    "u8": "u1", "u16": "u2", "u32": "u4", "u64": "u8", "i32": "i4", "i64": "i8", "float": "f4", "double": "f8",
+}  # fmt: skip
+_STRUCT = re.compile(r"struct\s+(?:alignas\((\d+)\)\s+)?(\w+)\s*\{(.*?)\};", re.S)
+_FIELD = re.compile(r"^(?:const\s+)?(\w+)\s*(\*?)\s*(\w+)(?:\[(\d+)\])?$")
+
+# Field of Args -> name of the operand it describes.
+TENSORS = {"Q": "q", "K": "k", "V": "v", "O": "out", "dO": "dout", "dQ": "dq", "dK": "dk", "dV": "dv"}
+PER_ROW = {"lse": "lse", "dlse": "dlse"}
+SCORES = {"bias": "bias", "mask": "mask", "dbias": "dbias"}
+PER_HEAD = {"alibi": "alibi_slopes", "dalibi": "dalibi_slopes", "sink": "sink", "dsink": "dsink"}
+LENGTHS = ("query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def parse(text: str) -> dict[str, np.dtype]:
+    """Every struct of a header, as a dtype with C's padding.
+
+    One field a line; scalars of platform.cuh, pointers, arrays, and structs defined before.
+    """
+    structs: dict[str, np.dtype] = {}
+    for _, name, body in _STRUCT.findall(strip_comments(text)):
+        fields: list[Any] = []
+        for statement in filter(None, (line.strip() for line in body.split(";"))):
+            match = _FIELD.match(statement)
+            if not match or not (match[2] or match[1] in _SCALARS or match[1] in structs):
+                raise CuflashError(f"args.cuh: struct {name}: {statement!r} is not a field this reader knows")
+            kind, pointer, field, count = match.groups()
+            dtype = np.dtype("u8") if pointer else structs.get(kind, np.dtype(_SCALARS.get(kind, "u8")))
+            fields.append((field, dtype, (int(count),)) if count else (field, dtype))
+        structs[name] = np.dtype(fields, align=True)
+    return structs
+
+
+@functools.cache
+def args_dtype() -> np.dtype:
+    """struct Args."""
+    return parse((kernels_directory() / "lib" / "args.cuh").read_text())["Args"]
+
+
+def args_bytes() -> int:
+    """sizeof(Args)."""
+    return args_dtype().itemsize
+
+
+def offset_of(path: str) -> int:
+    """Byte offset of a field: offset_of("Q.data"), offset_of("workspace")."""
+    dtype, offset = args_dtype(), 0
+    for name in path.split("."):
+        dtype, start = dtype.fields[name][:2]
+        offset += start
+    return offset
+
+
+def strides_of(array: Any) -> tuple[int, ...]:
+    """Strides in elements."""
+    return tuple(stride // array.itemsize for stride in array.strides)
+
+
+def record_of(problem: Problem, operands: Operands) -> np.ndarray:
+    """Args of a call, all but the addresses: sizes, strides, numbers.  A 0-d array of args_dtype().
+
+    operands: canonical views; every result array is there.  Strides count elements; 0 along axes of length 1.
+    """
+    record = np.zeros((), args_dtype())
+    for name in ("batch", "len_q", "len_k", "heads", "heads_k", "head_dim", "head_dim_v", "scale"):
+        record[name] = getattr(problem, name)
+    record["softcap"] = problem.softcap or 0.0
+    left, right = problem.window
+    record["window_left"] = UNBOUNDED if left is None else min(left, UNBOUNDED)
+    record["window_right"] = UNBOUNDED if right is None else min(right, UNBOUNDED)
+    record["offset_is_given"] = problem.query_offset is not None
+    record["query_offset"] = max(-UNBOUNDED, min(problem.query_offset or 0, UNBOUNDED))
+    record["n_splits"] = 1
+    if problem.dropout is not None:
+        record["dropout_threshold"] = dropout_threshold(problem.dropout)
+        record["dropout_scale"] = 1.0 / (1.0 - problem.dropout)
+        for name, shift in zip(("batch0", "head0", "i0", "j0"), operands.counter_shift, strict=True):
+            record[f"dropout_{name}"] = shift
+    for field, name in TENSORS.items():
+        fill_tensor(record[field], operand(operands, name))
+    for field, name in PER_ROW.items():
+        fill_per_row(record[field], operand(operands, name))
+    for field, name in SCORES.items():
+        _fill_scores(record[field], operand(operands, name))
+    for field, name in PER_HEAD.items():
+        _fill_per_head(record[field], operand(operands, name))
+    for name in LENGTHS:
+        array = operand(operands, name)
+        if array is not None:
+            record[name]["stride"], record[name]["bytes"] = strides_of(array)[0], array.itemsize
+    return record
+
+
+def operand(operands: Operands, name: str) -> Any:
+    """An array of the call by name, gradients included; None when it is not there."""
+    if name in ("dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes"):
+        return operands.grads.get(name)
+    return getattr(operands, name)
+
+
+def dropout_threshold(p: float) -> int:
+    """A weight is kept when its Philox word is at least this."""
+    return min(round(p * 2**32), 2**32 - 1)
+
+
+def fill_tensor(field: np.ndarray, array: Any) -> None:
+    """(batch, len, heads, dim) -> batch, row, head strides and how wide loads may be."""
+    if array is None:
+        return
+    batch, row, head, _ = strides_of(array)
+    field["batch"], field["row"], field["head"] = batch, row, head
+    steps = [s for s, n in zip(array.strides[:3], array.shape[:3], strict=True) if n > 1]
+    vector = array.shape[3] * array.itemsize
+    is_whole = all(s % 16 == 0 for s in (*steps, vector)) and address(array) % 16 == 0
+    field["vector_bytes"] = 16 if is_whole else 0
+
+
+def fill_per_row(field: np.ndarray, array: Any) -> None:
+    """(batch, heads, len_q) -> three strides."""
+    if array is not None:
+        field["batch"], field["head"], field["row"] = strides_of(array)
+
+
+def _fill_scores(field: np.ndarray, array: Any) -> None:
+    if array is None:
+        return
+    steps = [0 if n == 1 else s for s, n in zip(strides_of(array), array.shape, strict=True)]
+    field["batch"], field["head"], field["row"], field["col"] = steps
+    field["rows"] = BROADCAST if array.shape[2] == 1 else array.shape[2]
+    field["cols"] = BROADCAST if array.shape[3] == 1 else array.shape[3]
+
+
+def _fill_per_head(field: np.ndarray, array: Any) -> None:
+    if array is None:
+        return
+    steps = [0 if n == 1 else s for s, n in zip(strides_of(array), array.shape, strict=True)]
+    field["head"] = steps[-1]
+    field["batch"] = steps[0] if array.ndim == 2 else 0
+
+
+def address(array: Any) -> int:
+    """Address of the first element."""
+    interface = getattr(array, "__array_interface__", None)
+    return interface["data"][0] if interface is not None else array.data.ptr
