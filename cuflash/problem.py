@@ -43,6 +43,7 @@ class Problem:
     head_dim_v: int
     scale: float
     packed: bool = False  # cu_seqlens_q and cu_seqlens_k are given
+    layout: str = "bshd"  # of the caller's arrays: new outputs are C-contiguous in it; specs are canonical either way
     has_query_lengths: bool = False
     has_key_lengths: bool = False
     causal: bool = False
