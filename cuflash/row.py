@@ -65,6 +65,10 @@ class Tile:
     chunk: int | None = None
     itemsizes: tuple[int, ...] = (2, 4, 8)
 
+    def head_dim(self, size: int) -> int:
+        """What CUFLASH_HEAD_DIM becomes for a head_dim: its class, or the chunk it is walked in."""
+        return self.chunk or min(c for c in CLASSES if c >= size)
+
     def takes(self, problem: Problem) -> bool:
         widest = max(problem.head_dim, problem.head_dim_v)
         return ITEMSIZE[problem.dtype] in self.itemsizes and (self.up_to is None or widest <= self.up_to)
@@ -174,6 +178,7 @@ class Row:
     bytes: Callable[[Problem, Params], dict[str, tuple[int, int]]] | None = None
     # what the strides (last axis apart) and addresses of q, k, v, out, dout must be multiples of
     stride_bytes: int = 1
+    flops_per_clock: int = 0  # of one SM, for rows on tensor cores; 0: the device's plain arithmetic
     options: tuple[tuple[str, int], ...] = ()  # parameters this row sets itself: ("SPLIT", 1)
 
     def tile_of(self, problem: Problem, params_of: ParamsOf, shared_bytes: int) -> tuple[Tile, Params] | None:

@@ -1,0 +1,413 @@
+"""Problem and device -> Plan: which kernel runs, with what tile, grid and memory, and why the better ones do not.
+
+rows.py holds the tables; the first starred row that accepts wins, a named row runs or says why not.  Nothing here
+touches a GPU or compiles: a Plan for a GPU that is not there is as good as any.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from cuflash import args, build, cost, devices, rows
+from cuflash.devices import Device
+from cuflash.errors import CuflashError
+from cuflash.problem import FLOAT_DTYPES, Problem
+from cuflash.row import ITEMSIZE, Params, Refusal, Row, Slot, Step, Tile, round_up
+
+log = logging.getLogger("cuflash")
+ALIGNMENT = 256  # of every slot in the workspace
+COPY_SHARE = 0.05  # a copy may cost this much of the kernel's predicted time
+MAX_GRID = (2**31 - 1, 65535, 65535)
+DTYPE_CODES = {name: code for code, name in enumerate(FLOAT_DTYPES)}
+NUMPY = Row("tiled", True, 0, (), (), "the tiled algorithm in NumPy: cuflash/tiled.py")
+_VECTORS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
+_TARGETS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+_warned: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An operand that the kernel cannot address, copied to the workspace first (a result: copied back after)."""
+
+    name: str
+    slot: Slot
+    why: str
+    back: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.  params: all parameters of its build.  grid and block as CUDA takes them."""
+
+    step: Step
+    params: tuple[tuple[str, int], ...]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    smem_bytes: int
+    arch: int
+    exact_arch: bool
+
+    @property
+    def name(self) -> str:
+        """Entry point."""
+        return self.step.entry
+
+    @property
+    def job(self) -> build.Job:
+        """What build.py compiles for a GPU."""
+        return build.Job(self.step.file, self.params, build.target_of(self.arch, self.exact_arch))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a call runs.  Prints itself; str, _repr_html_.
+
+    | field | meaning |
+    |---|---|
+    | row, tile | the kernel and its tile; tile is None for the NumPy path |
+    | launches | kernels in the order they run |
+    | slots | arrays of the workspace: the row's own (Args.workspace), copies, lengths that live on the host |
+    | copies | operands copied because the kernel cannot address them |
+    | refused | name of every other row -> the sentence why it does not run |
+    | named | whether the caller named the row |
+    """
+
+    problem: Problem
+    device: Device
+    row: Row
+    tile: Tile | None
+    launches: tuple[Launch, ...]
+    slots: tuple[Slot, ...]
+    n_row_slots: int
+    copies: tuple[Copy, ...]
+    refused: dict[str, str]
+    named: bool
+
+    @property
+    def kernel(self) -> str:
+        """Name of the row."""
+        return self.row.name
+
+    @functools.cached_property
+    def main(self) -> Launch | None:
+        """The row's own kernel among the launches; None when there is nothing to launch."""
+        own = [launch for launch in self.launches if launch.step.file == self.row.name]
+        return own[0] if own else None
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each slot starts in the workspace, in bytes."""
+        starts, end = [], 0
+        for slot in self.slots:
+            starts.append(end)
+            end += round_up(slot.n_bytes, ALIGNMENT)
+        return tuple(starts)
+
+    @functools.cached_property
+    def workspace_bytes(self) -> int:
+        """How much workspace= needs; 0: none."""
+        return sum(round_up(slot.n_bytes, ALIGNMENT) for slot in self.slots)
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """Of the products, over the pairs that causal and window leave."""
+        return cost.flops(self.problem)
+
+    @functools.cached_property
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Array -> (bytes read, bytes written) of global memory by the kernels, exact; {} when not known."""
+        if self.row.bytes is None or self.main is None:
+            return {}
+        return self.row.bytes(self.problem, dict(self.main.params))
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        """Bytes of global memory: what the kernels ask for when that is known, else every array once."""
+        return sum(read + written for read, written in self.traffic.values()) or cost.least_bytes(
+            self.problem
+        )
+
+    @functools.cached_property
+    def resources(self) -> dict[str, build.Resources]:
+        """Entry point -> registers, spills, stack.  Compiles on first access (NVRTC; no GPU needed)."""
+        if self.device.kind != "cuda":
+            return {}
+        builds = build.compile_all([launch.job for launch in self.launches])
+        found = {}
+        for launch, built in zip(self.launches, builds, strict=True):
+            if launch.name in built.entries:
+                found[launch.name] = built.entries[launch.name]
+        return found
+
+    @property
+    def registers(self) -> int | None:
+        """Per thread of the row's own kernel; compiles on first access.  None where nothing is compiled."""
+        found = self.main and self.resources.get(self.main.name)
+        return found.registers if found else None
+
+    @property
+    def spills(self) -> int | None:
+        """Bytes of spill stores and loads per thread of the row's own kernel; compiles on first access."""
+        found = self.main and self.resources.get(self.main.name)
+        return found.spill_stores + found.spill_loads if found else None
+
+    @property
+    def blocks_per_sm(self) -> int | None:
+        """How many blocks of the row's own kernel one SM holds at once; compiles on first access."""
+        if self.main is None or self.registers is None:
+            return None
+        return occupancy(self.device, self.main.block[0], self.registers, self.main.smem_bytes)
+
+    def __str__(self) -> str:
+        from cuflash import explain
+
+        return explain.text(self)
+
+    def _repr_html_(self) -> str:
+        from cuflash import explain
+
+        return explain.html(self)
+
+
+@functools.lru_cache(maxsize=4096)
+def make(problem: Problem, device: Device | None = None, kernel: str | None = None) -> Plan:
+    """The plan of a problem on a device; kernel names a row, None chooses.
+
+    Raises CuflashError when the row is unknown or refuses.
+    """
+    device = devices.find(device)
+    if device.kind == "host" and kernel is None:
+        why = "runs on a GPU; by name, on NumPy arrays, in the emulator"
+        plan = Plan(
+            problem, device, NUMPY, None, (), (), 0, (), {row.name: why for row in table(problem)}, False
+        )
+    else:
+        device = devices.EMULATED if device.kind == "host" else device
+        plan = _named(problem, device, kernel) if kernel is not None else _chosen(problem, device)
+    log.debug("plan: %s for %s on %s", plan.kernel, problem.direction, device.label)
+    return plan
+
+
+def table(problem: Problem) -> tuple[Row, ...]:
+    """The rows of the problem's direction, best first."""
+    return rows.FORWARD if problem.direction == "forward" else rows.BACKWARD
+
+
+def _chosen(problem: Problem, device: Device) -> Plan:
+    refused: dict[str, str] = {}
+    winner: Plan | None = None
+    blame: tuple[Row, Refusal] | None = None
+    for row in table(problem):
+        found = consider(problem, device, row)
+        if not isinstance(found, Plan):
+            refused[row.name] = found
+            is_reason = found.argument != "device" and problem.dtype not in ("float32", "float64")
+            if winner is None and row.starred and is_reason and blame is None:
+                blame = row, found
+        elif not row.starred:
+            refused[row.name] = "accepts, and runs by name only"
+        elif winner is not None:
+            refused[row.name] = f"accepts, and comes after {winner.kernel}"
+        else:
+            winner = found
+    if winner is None:
+        raise CuflashError("no kernel takes this problem\n" + _sentences(refused))
+    if blame is not None:
+        _warn_once(blame[0].name, blame[1], winner.kernel)
+    winner.refused.update(refused)
+    return winner
+
+
+def _named(problem: Problem, device: Device, kernel: str) -> Plan:
+    known = {row.name: row for row in table(problem)}
+    if kernel not in known:
+        other = rows.BACKWARD if problem.direction == "forward" else rows.FORWARD
+        close = difflib.get_close_matches(kernel, known, n=1)
+        hint = f"  Did you mean {close[0]}?\n" if close else ""
+        if kernel in {row.name for row in other}:
+            hint = f"  It is a row of the other direction; this call is a {problem.direction}.\n"
+        raise CuflashError(
+            f"no {problem.direction} kernel is called {kernel!r}\n{hint}  Known: {', '.join(known)}."
+        )
+    found = {name: consider(problem, device, row) for name, row in known.items()}
+    plan = found.pop(kernel)
+    if not isinstance(plan, Plan):
+        accepting = ", ".join(name for name, other in found.items() if isinstance(other, Plan)) or "none"
+        raise CuflashError(f"{kernel} {plan}\n  Rows that would accept: {accepting}.")
+    for name, other in found.items():
+        plan.refused[name] = "accepts, but another row was named" if isinstance(other, Plan) else other
+    return Plan(**{**plan.__dict__, "named": True}) if not plan.named else plan
+
+
+def _sentences(refused: dict[str, str]) -> str:
+    return "\n".join(f"  {name:<20}{why}" for name, why in refused.items())
+
+
+def _warn_once(row: str, reason: Refusal, instead: str) -> None:
+    if (row, str(reason)) not in _warned:
+        _warned.add((row, str(reason)))
+        log.warning("%s runs instead of %s, which %s (%s)", instead, row, reason, reason.argument)
+
+
+def consider(problem: Problem, device: Device, row: Row) -> Plan | Refusal:
+    """The plan of one row, or the sentence why it refuses."""
+    why = row.refuses(problem, device)
+    if why is not None:
+        return why
+    copies = copies_of(problem, device, row)
+    if isinstance(copies, Refusal):
+        return copies
+    found = row.tile_of(problem, params_of, device.shared_bytes)
+    if found is None:
+        return Refusal(
+            f"has no tile for head_dim {problem.head_dim}, head_dim_v {problem.head_dim_v}", "head_dim"
+        )
+    tile, params = found
+    launches = []
+    for step in row.steps:
+        if not step.when(problem):
+            continue
+        grid = step.grid(problem, params)
+        if 0 in grid:
+            continue
+        if any(n > most for n, most in zip(grid, MAX_GRID, strict=True)):
+            return Refusal(f"would need {grid} blocks, CUDA takes {MAX_GRID}", "shape")
+        launches.append(_launch(row, step, params, grid, device))
+    own = row.workspace(problem, params)
+    slots = (*own, *(copy.slot for copy in copies), *_length_slots(problem))
+    return Plan(problem, device, row, tile, tuple(launches), slots, len(own), copies, {}, False)
+
+
+def _launch(row: Row, step: Step, params: Params, grid: tuple[int, int, int], device: Device) -> Launch:
+    smem_bytes = step.smem(params)
+    mine = {name: value for name, value in params.items() if step.uses is None or name in step.uses}
+    unused = {name: -1 if name == "BIAS_DTYPE" else 0 for name in params if name not in mine}
+    mine |= {**unused, "SMEM_BYTES": smem_bytes, "ARGS_BYTES": args.args_bytes()}
+    threads = step.threads or 32 * params["N_WARPS"]
+    return Launch(
+        step, tuple(sorted(mine.items())), grid, (threads, 1, 1), smem_bytes, device.arch, row.exact_arch
+    )
+
+
+def params_of(problem: Problem, row: Row, tile: Tile) -> Params:
+    """Every parameter of kernels/lib/params.cuh but the sizes that are checked (SMEM_BYTES, ARGS_BYTES)."""
+    out, dout = problem.spec("out"), problem.spec("dout")
+    is_forward = problem.direction == "forward"
+    code = DTYPE_CODES
+    params = {
+        "DTYPE": code[problem.dtype],
+        "OUT_DTYPE": code[problem.out_dtype],
+        "O_DTYPE": code[problem.out_dtype if is_forward or out is None else out.dtype],
+        "DOUT_DTYPE": code[problem.dtype if dout is None else dout.dtype],
+        "HEAD_DIM": tile.head_dim(problem.head_dim),
+        "HEAD_DIM_V": tile.head_dim(problem.head_dim_v),
+        "TILE_Q": tile.tile_q,
+        "TILE_KV": tile.tile_kv,
+        "N_WARPS": tile.warps,
+        "N_STAGES": tile.stages,
+        "CAUSAL": int(problem.causal),
+        "WINDOW": int(problem.window != (None, None)),
+        "LENGTHS_Q": int(problem.has_query_lengths),
+        "LENGTHS_K": int(problem.has_key_lengths),
+        "PACKED": int(problem.packed),
+        "SOFTCAP": int(problem.softcap is not None),
+        "ALIBI": int(problem.has_alibi),
+        "BIAS_DTYPE": -1 if problem.bias is None else code[problem.bias],
+        "MASK": int(problem.has_mask),
+        "BLOCK_MASK": int(problem.block_mask is not None),
+        "BLOCK_Q": problem.block_mask[0] if problem.block_mask else 1,
+        "BLOCK_KV": problem.block_mask[1] if problem.block_mask else 1,
+        "SINK": int(problem.has_sink),
+        "DROPOUT": int(problem.dropout is not None),
+        "DLSE": int(problem.has_dlse),
+        "DBIAS": int("dbias" in problem.gradients),
+        "DSINK": int("dsink" in problem.gradients),
+        "DALIBI": int("dalibi_slopes" in problem.gradients),
+        "DETERMINISTIC": int(problem.deterministic),
+        "SPLIT": 0,
+        "PRECISION": 1 if problem.precision == "tf32" else 0,
+    }
+    return params | dict(row.options)
+
+
+def copies_of(problem: Problem, device: Device, row: Row) -> tuple[Copy, ...] | Refusal:
+    """Operands the row cannot address.
+
+    A last axis whose elements do not lie side by side is always copied: no kernel reads it.  Other strides and
+    addresses matter to rows with stride_bytes > 1, and are copied when that costs less than COPY_SHARE of the
+    kernel's predicted time.
+    """
+    copies = []
+    n_bytes = 0
+    for name in (*_VECTORS[problem.direction], *_TARGETS[problem.direction]):
+        spec = problem.spec(name)
+        if (
+            spec is None
+            or 0 in spec.shape
+            or (name == "out" and problem.direction == "backward" and spec is None)
+        ):
+            continue
+        size = ITEMSIZE[spec.dtype]
+        steps = [s * size for s, n in zip(spec.strides[:-1], spec.shape[:-1], strict=True) if n > 1]
+        slot = Slot(name, spec.dtype, spec.shape)
+        back = name in _TARGETS[problem.direction]
+        if spec.shape[-1] > 1 and spec.strides[-1] != 1:
+            why = f"the stride of its last axis is {spec.strides[-1]} elements, not 1"
+            copies.append(Copy(name, slot, why, back))
+        elif any(s % row.stride_bytes for s in (*steps, spec.align)):
+            copies.append(
+                Copy(name, slot, f"a stride or its address is no multiple of {row.stride_bytes} bytes", back)
+            )
+            n_bytes += 2 * slot.n_bytes
+    if n_bytes:
+        copying = n_bytes / device.bandwidth
+        running = device.seconds(
+            cost.flops(problem), cost.least_bytes(problem), problem.dtype, row.flops_per_clock
+        )
+        if copying > COPY_SHARE * running:
+            names = " and ".join(copy.name for copy in copies)
+            share = 100 * copying / running if running else float("inf")
+            return Refusal(
+                f"needs strides and addresses that are multiples of {row.stride_bytes} bytes; copying {names} would "
+                f"cost {share:.0f} % of the kernel, more than {100 * COPY_SHARE:.0f} %",
+                names,
+            )
+    return tuple(copies)
+
+
+def _length_slots(problem: Problem) -> tuple[Slot, ...]:
+    """Room for lengths that the caller gives on the host."""
+    slots = []
+    if problem.has_query_lengths:
+        slots.append(Slot("query_lengths", "int64", (problem.batch,)))
+    if problem.has_key_lengths:
+        slots.append(Slot("key_lengths", "int64", (problem.batch,)))
+    if problem.packed:
+        slots += [Slot(name, "int64", (problem.batch + 1,)) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    return tuple(slots)
+
+
+def occupancy(device: Device, threads: int, registers: int, smem_bytes: int) -> int:
+    """Blocks of one kernel that an SM holds at once: the least of four limits.
+
+    Registers are given out 256 at a time to each warp, shared memory 128 bytes at a time; a block also takes 1 KiB
+    of shared memory for the system (sm_80 and later).
+    """
+    warps = -(-threads // 32)
+    by_registers = 65536 // (round_up(registers * 32, 256) * warps) if registers else device.blocks_per_sm
+    taken = round_up(smem_bytes + (1024 if device.arch >= 80 else 0), 128)
+    by_shared = device.shared_bytes_per_sm // taken if taken else device.blocks_per_sm
+    return min(by_registers, by_shared, device.threads_per_sm // (32 * warps), device.blocks_per_sm)
+
+
+def jobs(plans: list[Plan]) -> list[build.Job]:
+    """Every build that these plans need, once."""
+    found: dict[Any, None] = {}
+    for plan in plans:
+        if plan.device.kind == "cuda":
+            found.update(dict.fromkeys(launch.job for launch in plan.launches))
+    return list(found)
