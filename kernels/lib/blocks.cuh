@@ -18,21 +18,16 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
   static constexpr bool tiles_are_whole = own_block % own_tile == 0 && walk_block % walk_tile == 0;
 };
 
-// The kept blocks of one tile as bits: a base of struct Smem, empty when no element is ever asked.
-template <class Shape, bool is_needed> struct KeptBlocks {
-  Shared<u32, Shape::n_own, Shape::n_words> kept_blocks;
-};
-template <class Shape> struct KeptBlocks<Shape, false> {};
-
 // Every warp holds the same state: lane r follows own blocks r, r + 32, ..., each a cursor into its CSR row.  All lanes call all functions.
 template <int own_tile, int walk_tile, int own_block, int walk_block> struct BlockWalk {
   using Shape = BlockShape<own_tile, walk_tile, own_block, walk_block>;
+  static constexpr int own_block_rows = own_block, block = walk_block;
   Global<i32> indices;
   i32 own_first;                       // block of the tile's first row
   i32 cursor[Shape::rows_per_lane];    // first kept block that does not end before the walk's position
   i32 end[Shape::rows_per_lane];
 
-  // own0, own1: rows of the tile, own1 > own0; walk0: where the walk begins.
+  // own0, own1: rows of the tile; walk0: where the walk begins.
   DEVICE BlockWalk(const BlockRows& rows, i64 b, i64 h, i32 own0, i32 own1, i32 walk0, int lane) : indices(rows.indices) {
     const Global<i32> indptr(rows.indptr);
     own_first = own0 / own_block;
@@ -40,7 +35,7 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
     for (int n = 0; n < Shape::rows_per_lane; ++n) {
       const i32 row = own_first + lane + 32 * n;
       cursor[n] = end[n] = 0;
-      if (row <= (own1 - 1) / own_block) {
+      if (has_block_mask && own0 < own1 && row <= (own1 - 1) / own_block) {
         const i64 at = b * rows.batch + h * rows.head + row;
         cursor[n] = indptr.load(at);
         end[n] = indptr.load(at + 1);
@@ -72,17 +67,22 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
     for (int step = 16; step > 0; step /= 2) first = smallest(first, shfl_xor(first, step));
     return first == NO_TILE ? NO_TILE : largest(position, first / walk_tile * walk_tile);
   }
+};
 
-  // The kept blocks of the tile at walk0, which next() has just returned.  One warp writes; the others read after a block_sync.
-  template <class Table> DEVICE void fill(Table& kept_blocks, i32 walk0, int lane) {
+// The kept blocks of one tile as bits: a base of struct Smem, empty when no element is ever asked.
+template <class Walk, bool is_needed> struct KeptBlocks {
+  Shared<u32, Walk::Shape::n_own, Walk::Shape::n_words> kept_blocks;
+
+  // Of the tile at walk0, which next() has just returned.  One warp writes; the others read after a block_sync.
+  DEVICE void fill_blocks(const Walk& walk, i32 walk0, int lane) {
 #pragma unroll
-    for (int n = 0; n < Shape::rows_per_lane; ++n) {
+    for (int n = 0; n < Walk::Shape::rows_per_lane; ++n) {
       const int row = lane + 32 * n;
-      i32 at = cursor[n];
-      for (int word = 0; word < Shape::n_words && row < Shape::n_own; ++word) {
+      i32 at = walk.cursor[n];
+      for (int word = 0; word < Walk::Shape::n_words && row < Walk::Shape::n_own; ++word) {
         u32 bits = 0;
-        for (; at < end[n]; ++at) {
-          const i32 place = indices.load(at) - walk0 / walk_block - 32 * word;
+        for (; at < walk.end[n]; ++at) {
+          const i32 place = walk.indices.load(at) - walk0 / Walk::block - 32 * word;
           if (place >= 32) break;
           bits |= 1u << place;   // place >= 0: the cursor stands at or after the tile's first block
         }
@@ -91,8 +91,13 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
     }
   }
 
-  template <class Table> DEVICE bool is_kept(Table& kept_blocks, i32 own, i32 walk0, i32 walk) const {
-    const i32 place = walk / walk_block - walk0 / walk_block;
-    return kept_blocks(own / own_block - own_first, place / 32) >> (place % 32) & 1;
+  // Is the block of (own, at) kept?  own: row of the owned tile, at: row of the tile at walk0.
+  DEVICE bool keeps(const Walk& walk, i32 own, i32 walk0, i32 at) {
+    const i32 place = at / Walk::block - walk0 / Walk::block;
+    return kept_blocks(own / Walk::own_block_rows - walk.own_first, place / 32) >> (place % 32) & 1;
   }
+};
+template <class Walk> struct KeptBlocks<Walk, false> {
+  DEVICE void fill_blocks(const Walk&, i32, int) {}
+  DEVICE bool keeps(const Walk&, i32, i32, i32) { return true; }
 };

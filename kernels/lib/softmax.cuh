@@ -11,15 +11,17 @@ DEVICE acc finite_max(acc m) { return m == NEG_INF ? acc(0) : m; }
 // What the sums made with m_old must be multiplied by, now that the maximum is m_new (as finite_max gave it).
 DEVICE acc rescaling(acc m_old, acc m_new) { return exp2_approx(m_old - m_new); }
 
-// Maximum and sum over `lanes` neighbouring lanes (a power of two): all of them get the result.
-template <int lanes> DEVICE acc max_over_lanes(acc x) {
+// Maximum and sum over the lanes that share a row: those whose numbers differ only in the bits of lane_bits.  All get the result.
+template <int lane_bits> DEVICE acc max_over_lanes(acc x) {
 #pragma unroll
-  for (int step = lanes / 2; step > 0; step /= 2) x = largest(x, shfl_xor(x, step));
+  for (int bit = 16; bit > 0; bit /= 2)
+    if (lane_bits & bit) x = largest(x, shfl_xor(x, bit));
   return x;
 }
-template <int lanes> DEVICE acc sum_over_lanes(acc x) {
+template <int lane_bits> DEVICE acc sum_over_lanes(acc x) {
 #pragma unroll
-  for (int step = lanes / 2; step > 0; step /= 2) x += shfl_xor(x, step);
+  for (int bit = 16; bit > 0; bit /= 2)
+    if (lane_bits & bit) x += shfl_xor(x, bit);
   return x;
 }
 

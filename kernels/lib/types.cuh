@@ -36,7 +36,8 @@ constexpr acc LOG2E = static_cast<acc>(1.4426950408889634074);
 constexpr acc LN2 = static_cast<acc>(0.6931471805599453094);
 
 #ifdef CUFLASH_EMULATED
-DEVICE float exp2_approx(float x) { return exp2f(x); }
+DEVICE float exp2_approx(float x) { emulated::count_exp(); return exp2f(x); }
+DEVICE double exp2_approx(double x) { emulated::count_exp(); return exp2(x); }
 DEVICE float log2_approx(float x) { return log2f(x); }
 DEVICE float f16_to_float(f16 x) {
   const u32 sign = static_cast<u32>(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
@@ -54,6 +55,8 @@ DEVICE f16 float_to_f16(float x) {   // to nearest, ties to even
   return {static_cast<u16>(sign | half)};
 }
 #else
+// double is exact to the last digits: float64 is chosen for accuracy.
+DEVICE double exp2_approx(double x) { return exp2(x); }
 DEVICE float exp2_approx(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float log2_approx(float x) { float y; asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float f16_to_float(f16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); return y; }
@@ -73,8 +76,6 @@ DEVICE bf16 float_to_bf16(float x) {
 #endif
 }
 
-// double is exact to the last digits: float64 is chosen for accuracy.
-DEVICE double exp2_approx(double x) { return exp2(x); }
 DEVICE double log2_approx(double x) { return log2(x); }
 DEVICE float hyperbolic_tangent(float x) { return tanhf(x); }
 DEVICE double hyperbolic_tangent(double x) { return tanh(x); }
@@ -83,7 +84,7 @@ template <> DEVICE float largest(float a, float b) { return fmaxf(a, b); }
 template <class T> DEVICE T smallest(T a, T b) { return a < b ? a : b; }
 template <class T> DEVICE T magnitude(T a) { return a < 0 ? -a : a; }
 template <class T> DEVICE T clamp(T x, T low, T high) { return x < low ? low : x > high ? high : x; }
-constexpr i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+DEVICE constexpr i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
 // convert<To>(x) for every pair of number types.  double to 16 bits goes through float: two roundings.
 template <class To, class From> DEVICE To convert(From x) {

@@ -1,0 +1,223 @@
+// fwd_02_tiled.cu - attention forward in plain arithmetic: a K/V tile in shared memory serves a whole query tile.   any GPU
+//
+// Read after   fwd_01_naive.cu          Read next   fwd_03_mma.cu
+// Changes      a block owns TILE_Q rows; K and V come to shared memory once per block and not once per row, and every
+//              number read from there is used 8 times from a register
+//
+// Algorithm    = tiled.forward.   One block: TILE_Q query rows of one (batch, head), and one chunk of V's columns.
+//                for each key tile that some row may see:
+//                  S = Q K^T             chunks of HEAD_DIM columns; a head_dim that fits keeps Q in shared memory
+//                  S <- score, mask      lib/score.cuh, lib/mask.cuh; no test in tiles that are visible as a whole
+//                  m, l, O <- rescale    lib/softmax.cuh
+//                  P -> shared memory    P's rows stay inside one warp
+//                  O += P V
+//                O / l -> O_gmem      m + log l -> lse
+//              head_dim_v above HEAD_DIM_V: one block per chunk of V, each makes S again.
+// Grid         x: v_chunk + n_v_chunks * (head + heads * slot), slot: positions.cuh, heaviest tiles first
+// Tile         TILE_Q x TILE_KV x HEAD_DIM x HEAD_DIM_V, a warp owns TILE_Q / n_warps rows, lanes_x lanes share a row
+// Shared       Q [TILE_Q, HEAD_DIM] | K [TILE_KV, HEAD_DIM] | V [TILE_KV, HEAD_DIM_V] | P [TILE_Q, TILE_KV], all in acc, swizzled
+// Registers    per thread: S and O, TILE_Q / n_warps / 32 * TILE_KV and * HEAD_DIM_V numbers
+// Bytes        per block: Q once (once per key tile when walked in chunks), K and V of its key range, O once
+// Barriers     2 block_sync a key tile and chunk: "K, V may be overwritten" and "K, V are there"
+#include "lib/params.cuh"
+#include "lib/barrier.cuh"
+#include "lib/blocks.cuh"
+#include "lib/mask.cuh"
+#include "lib/philox.cuh"
+#include "lib/products.cuh"
+#include "lib/score.cuh"
+#include "lib/softmax.cuh"
+
+constexpr int width = Vec16<acc>::size;
+using Walk = BlockWalk<tile_q, tile_kv, block_q, block_kv>;
+constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
+
+struct Smem : KeptBlocks<Walk, asks_blocks> {
+  Swizzled<acc, tile_q, head_dim_tile> Q;
+  Swizzled<acc, tile_kv, head_dim_tile> K;
+  Swizzled<acc, tile_kv, head_dim_v_tile> V;
+  Swizzled<acc, tile_q, tile_kv> P;
+};
+static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "fwd_02_tiled: Smem and its row in cuflash/rows.py disagree");
+static_assert(args_bytes < 0 || sizeof(Args) == args_bytes, "fwd_02_tiled: Args and launch.py disagree");
+
+// Who holds what of a [TILE_Q, n_cols] result: as Partition in products.cuh, but a row never leaves its warp, so that
+// S, P and O of a row meet in the same lanes.
+constexpr int lanes_x = head_dim_v_tile >= 128 && head_dim_v_tile % (16 * width) == 0 && tile_kv % (16 * width) == 0 ? 16
+                        : head_dim_v_tile % (8 * width) == 0 ? 8 : 4;
+constexpr int lane_bits = lanes_x - 1;
+
+template <int n_cols> struct RowPart {
+  static constexpr int lanes_y = 32 / lanes_x;
+  static constexpr int rows = tile_q / (lanes_y * n_warps);
+  static constexpr int cols = n_cols / lanes_x;
+  static constexpr int row_group = rows < width ? rows : width;
+  static constexpr int col_groups = cols / width;
+  static_assert(rows * lanes_y * n_warps == tile_q && rows % row_group == 0, "fwd_02_tiled: TILE_Q does not divide among the lanes");
+  static_assert(col_groups * width * lanes_x == n_cols, "fwd_02_tiled: columns do not divide among the lanes");
+  int first_row, first_chunk;
+
+  DEVICE explicit RowPart(int thread) {
+    const int lane = thread % 32, warp = thread / 32;
+    first_row = (warp * lanes_y + lane / lanes_x) * row_group;
+    first_chunk = lane % lanes_x;
+  }
+  DEVICE int row(int r) const { return first_row + r / row_group * (lanes_y * n_warps * row_group) + r % row_group; }
+  DEVICE int chunk(int group) const { return first_chunk + group * lanes_x; }
+  DEVICE int col(int c) const { return chunk(c / width) * width + c % width; }
+};
+using ScorePart = RowPart<tile_kv>;
+using OutPart = RowPart<head_dim_v_tile>;
+
+// What every score of the block shares.
+struct Rules {
+  Scoring scoring;
+  Masking masking;
+  Dropout dropout;
+};
+
+// S <- scores in base 2.  tests: is_visible(r, row's visible keys, i, j) decides; otherwise every element is visible.
+template <bool tests, class Kept>
+DEVICE void modify_scores(const Args& args, const Sequence& seq, const Rules& rules, const ScorePart& part,
+                          acc (&S)[ScorePart::rows][ScorePart::cols], i32 i0, i32 j0, Kept is_kept) {
+#pragma unroll
+  for (int r = 0; r < ScorePart::rows; ++r) {
+    const i32 i = i0 + part.row(r);
+    Range keys = {0, 0};
+    if constexpr (tests) keys = visible_keys(args, seq, i);
+#pragma unroll
+    for (int c = 0; c < ScorePart::cols; ++c) {
+      const i32 j = j0 + part.col(c);
+      if (!tests || (visible(args, rules.masking, keys, i, j) && is_kept(i, j)))
+        S[r][c] = score_log2(args, rules.scoring, S[r][c], i, j);
+      else
+        S[r][c] = NEG_INF;
+    }
+  }
+}
+
+// Drop weights of 4 (float64: 2) neighbouring keys.  What is kept is scaled once, at the end.
+DEVICE void drop(const Dropout& dropout, Vec16<acc>& weights, i32 i, i32 j) {
+  const u32 keeps = dropout_keeps_4(dropout, i, j);
+#pragma unroll
+  for (int e = 0; e < width; ++e)
+    if (!(keeps >> e & 1)) weights.item[e] = 0;
+}
+
+// One row's chunk of O: neighbouring columns, as one store where O allows it.
+DEVICE void store_chunk(const Args& args, i64 index, const acc* numbers, i32 n) {
+  const Global<out_elem> O(args.O.data);
+  if (sizeof(out_elem) <= sizeof(acc) && args.O.vector_bytes == 16 && n >= width) {
+    Pack<out_elem, width> chunk;
+#pragma unroll
+    for (int e = 0; e < width; ++e) chunk.item[e] = convert<out_elem>(numbers[e]);
+    O.template store_as<Pack<out_elem, width>>(index, chunk);
+  } else {
+#pragma unroll
+    for (int e = 0; e < width; ++e)
+      if (e < n) O.store(index + e, convert<out_elem>(numbers[e]));
+  }
+}
+
+KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
+  SHARED_MEMORY(Smem, smem);
+  const int thread = threadIdx.x, lane = thread % 32;
+  const i64 n_v_chunks = ceil_div(args.head_dim_v, head_dim_v_tile);
+  const i32 v0 = static_cast<i32>(blockIdx.x % n_v_chunks) * head_dim_v_tile;
+  const QueryTile own = query_tile_of(args, blockIdx.x / n_v_chunks, tile_q);
+  if (!own.exists) return;
+  const Sequence& seq = own.seq;
+  const i32 i0 = own.i0;
+  const ScorePart part(thread);
+  const OutPart out_part(thread);
+
+  Rules rules = {scoring_of(args, seq, own.h), masking_of(args, seq, own.h), {}};
+  if constexpr (has_dropout) rules.dropout = dropout_of(args, seq.b, own.h);
+
+  acc O[OutPart::rows][OutPart::cols], m[OutPart::rows], l[OutPart::rows];   // l: of this lane's columns only
+  clear(O);
+#pragma unroll
+  for (int r = 0; r < OutPart::rows; ++r) m[r] = NEG_INF, l[r] = 0;
+
+  const i32 i1 = smallest(i0 + tile_q, seq.len_q);
+  const Range keys = i0 < i1 ? visible_keys(args, seq, i0, i1 - 1) : Range{0, 0};
+  Walk walk(args.blocks, seq.b, own.h, i0, i1, keys.begin, lane);
+  bool Q_is_there = false;   // a head_dim that fits loads Q once
+
+#pragma unroll 1
+  for (i32 j0 = keys.begin / tile_kv * tile_kv; j0 < keys.end; j0 += tile_kv) {
+    if constexpr (has_block_mask) j0 = walk.next(j0);
+    if (has_block_mask && j0 >= keys.end) break;
+
+    acc S[ScorePart::rows][ScorePart::cols];
+    clear(S);
+#pragma unroll 1
+    for (i32 d0 = 0; d0 < args.head_dim; d0 += head_dim_tile) {
+      block_sync();   // everyone has used K (and Q) of the chunk before, V and the kept blocks of the tile before
+      if (!Q_is_there)
+        load_swizzled<elem, tile_q, head_dim_tile, n_threads>(
+            smem.Q, args.Q.data, tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, i1, d0, args.head_dim), thread);
+      Q_is_there = args.head_dim <= head_dim_tile;
+      load_swizzled<elem, tile_kv, head_dim_tile, n_threads>(
+          smem.K, args.K.data, tile_source(args.K, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, d0, args.head_dim), thread);
+      if (d0 == 0)
+        load_swizzled<elem, tile_kv, head_dim_v_tile, n_threads>(
+            smem.V, args.V.data, tile_source(args.V, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, v0, args.head_dim_v), thread);
+      if (d0 == 0 && thread < 32) smem.fill_blocks(walk, j0, lane);
+      block_sync();   // Q, K, V and the kept blocks are there
+      multiply_rows(part, S, smem.Q, smem.K);
+    }
+
+    const auto is_kept = [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); };
+    if (!asks_blocks && is_fully_visible(args, seq, i0, i0 + tile_q, j0, j0 + tile_kv))
+      modify_scores<false>(args, seq, rules, part, S, i0, j0, is_kept);
+    else
+      modify_scores<true>(args, seq, rules, part, S, i0, j0, is_kept);
+
+#pragma unroll
+    for (int r = 0; r < ScorePart::rows; ++r) {
+      acc m_new = m[r];
+#pragma unroll
+      for (int c = 0; c < ScorePart::cols; ++c) m_new = largest(m_new, S[r][c]);
+      m_new = max_over_lanes<lane_bits>(m_new);
+      const acc reference = finite_max(m_new), shrink = rescaling(m[r], reference);
+      m[r] = m_new;
+      l[r] *= shrink;
+#pragma unroll
+      for (int c = 0; c < OutPart::cols; ++c) O[r][c] *= shrink;
+#pragma unroll
+      for (int g = 0; g < ScorePart::col_groups; ++g) {
+        Vec16<acc> P;
+#pragma unroll
+        for (int e = 0; e < width; ++e) {
+          P.item[e] = exp2_approx(S[r][g * width + e] - reference);
+          l[r] += P.item[e];
+        }
+        if constexpr (has_dropout) drop(rules.dropout, P, i0 + part.row(r), j0 + part.chunk(g) * width);
+        smem.P.chunk(part.row(r), part.chunk(g)) = P;
+      }
+    }
+    warp_sync();   // P's rows are written and read by this warp alone; the next tile overwrites them after two block_syncs
+    multiply(out_part, O, smem.P, smem.V);
+  }
+
+  const acc sink_log2 = sink_of(args, own.h);
+#pragma unroll
+  for (int r = 0; r < OutPart::rows; ++r) {
+    const i32 i = i0 + out_part.row(r);
+    RowEnd end = finish_row(m[r], sum_over_lanes<lane_bits>(l[r]), sink_log2, static_cast<acc>(args.dropout_scale));
+    if (i >= seq.rows_q) continue;
+    if (i >= seq.len_q) end = {0, NEG_INF};   // a row beyond its length does not exist: no sink either
+    const i64 row = seq.array_b * args.O.batch + (seq.q_row0 + i) * args.O.row + own.h * args.O.head;
+#pragma unroll
+    for (int g = 0; g < OutPart::col_groups; ++g) {
+      const i32 d = v0 + out_part.chunk(g) * width;
+      acc numbers[width];
+#pragma unroll
+      for (int e = 0; e < width; ++e) numbers[e] = end.factor == 0 ? acc(0) : O[r][g * width + e] * end.factor;
+      if (d < args.head_dim_v) store_chunk(args, row + d, numbers, static_cast<i32>(args.head_dim_v) - d);
+    }
+    if (v0 == 0 && out_part.first_chunk == 0)
+      Global<acc>(args.lse.data).store(seq.array_b * args.lse.batch + own.h * args.lse.head + (seq.q_row0 + i) * args.lse.row, end.lse);
+  }
+}
