@@ -1,4 +1,4 @@
-"""Arrays of every kind a caller may have, brought to NumPy or CuPy without copying; their devices, bounds and dtypes.
+"""Any array a caller may have, brought to NumPy or CuPy without copying; devices, bounds and dtypes.
 
 CuPy is imported only when a CUDA array is met: on a machine without it every NumPy call works.
 """
@@ -46,7 +46,7 @@ def spec(shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = N
 
 
 def dtype_name(dtype: Any) -> str:
-    """ "float16", "bfloat16", ...: the name of anything that means a dtype; CuflashError when nothing does."""
+    """Name of anything that means a dtype ("bfloat16", np.float32); CuflashError when it means none."""
     if isinstance(dtype, str) and dtype in FLOAT_DTYPES:
         return dtype
     try:
@@ -77,9 +77,9 @@ def module_of(array: Any) -> Any:
 
 
 def convert(value: Any) -> tuple[Any, Any]:
-    """(array, device): value as numpy.ndarray or cupy.ndarray on the same memory, and HOST, SPEC or the CUDA device.
+    """(array, device): value as a NumPy or CuPy array on the same memory; HOST, SPEC or the CUDA device.
 
-    Raises TypeError with the reason, without the array's name, when value is no array that can be read in place.
+    Raises TypeError with the reason, without the array's name, when value cannot be read in place.
     """
     if type(value) is np.ndarray:
         return value, HOST
@@ -130,7 +130,7 @@ def _from_dlpack(value: Any) -> tuple[Any, Any]:
         try:
             return np.from_dlpack(value), HOST
         except (BufferError, RuntimeError):
-            pass  # perhaps bfloat16, which NumPy's own reader does not know; the exporter's refusals come again below
+            pass  # perhaps bfloat16, which NumPy does not read; an exporter's refusal comes again below
     return _from_capsule(value.__dlpack__()), HOST
 
 
@@ -172,7 +172,8 @@ def _from_capsule(capsule: Any) -> np.ndarray:
     kinds = {0: "i", 1: "u", 2: "f", _DL_BFLOAT: "u", 6: "b"}
     if tensor.code not in kinds or tensor.lanes != 1 or tensor.bits % 8:
         raise TypeError(
-            f"has a dtype that NumPy cannot hold (DLPack type code {tensor.code}, {tensor.bits} bits); float8 is planned"
+            f"has a dtype that NumPy cannot hold (DLPack code {tensor.code}, {tensor.bits} bits); "
+            "float8 is planned, not there yet"
         )
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     strides = None
@@ -192,7 +193,7 @@ _HOLLOW_START = -_HOLLOW.__array_interface__["data"][0] % 512
 
 
 def _hollow(spec: ArraySpec) -> np.ndarray:
-    """An array with the spec's shape, dtype, strides and alignment over a few bytes: only its description is real."""
+    """An array with the shape, dtype, strides and alignment of a spec, over a few bytes: never read."""
     dtype = numpy_dtype(spec.dtype)
     start = _HOLLOW_START + (spec.align if spec.align < 256 else 0)
     one = _HOLLOW[start : start + dtype.itemsize].view(dtype)
@@ -218,7 +219,7 @@ def array_spec(array: Any) -> ArraySpec:
 
 
 def bounds(array: Any) -> tuple[int, int]:
-    """[low, high): the bytes between the first and the last element, wherever the strides lead; equal when empty."""
+    """[low, high): bytes from the first to past the last element in memory; equal when empty."""
     low = high = address(array)
     if array.size == 0:
         return low, low

@@ -1,4 +1,4 @@
-"""BlockMask: which blocks of the score matrix are kept, as rows of block columns (CSR), in NumPy int32 arrays."""
+"""BlockMask: which blocks of the score matrix are kept, as rows of block columns (CSR) in NumPy arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import blockpatterns
-from cuflash.errors import CuflashError
+from cuflash.blockrows import canonical, fail, n_blocks, positive, whole, whole_numbers
 
 _LOCK = threading.Lock()  # guards the device copies: two threads may ask for the first one at once
 
@@ -21,45 +21,45 @@ class BlockMask:
     | argument | shape | meaning |
     |---|---|---|
     | block_q, block_k | | queries and keys of one block; the last blocks may be ragged |
-    | indptr | ([batch or 1,] [heads or 1,] n_rows + 1) | row r keeps indices[indptr[..., r] : indptr[..., r + 1]] |
-    | indices | (kept,) | block columns of all rows, one row after the other; indptr holds offsets into this one array |
+    | indptr | ([batch or 1,] [heads or 1,] n_rows + 1) | row r keeps indices[indptr[r] : indptr[r + 1]] |
+    | indices | (kept,) | block columns of all rows, of all heads and batch entries, in one array |
     | n_columns | | block columns there are; None: as many as the keys need, those never named being hidden |
 
-    Masks compose by AND: element-level rules stay in causal, window and mask.  Positions are counted from the start of
-    a sequence, whatever query_offset is; when packed, of each sequence.  A BlockMask does not change: the arrays are
-    read-only, rows are sorted, and copies on a device are made once.
+    Masks compose by AND: element-level rules stay in causal, window and mask.  i and j count from the start
+    of the sequence, whatever query_offset is; when packed, of each sequence.  A BlockMask does not change:
+    its arrays are read-only int32, its rows sorted, its copy on a device made once.
 
         >>> BlockMask.from_dense([[1, 0], [1, 1]], 64, 64)                 # two by two blocks of 64 x 64
         BlockMask(2 x 2 blocks of 64 x 64, 3 kept, density 0.75)
         >>> BlockMask.window(1_000_000, 1_000_000, 4096, 0)                # memory: the blocks kept
         >>> BlockMask.from_predicate(lambda i, j: (i + j) % 3 == 0, 4096, 4096, 64, 64)
-        >>> BlockMask.window(4096, 4096, 256, 256) | BlockMask.from_dense(...)     # union; & is the intersection
+        >>> BlockMask.window(4096, 4096, 256, 256) | BlockMask.butterfly(4096, 4096, 128, 128)  # or; & is and
 
-    Raises CuflashError for sizes that are no positive whole numbers, offsets that decrease or lead out of indices,
+    Raises CuflashError for sizes that are not positive, offsets that decrease or lead out of indices,
     columns that are negative, not below n_columns, or named twice in one row.
     """
 
     def __init__(self, block_q: int, block_k: int, indptr: Any, indices: Any, n_columns: int | None = None):
-        self.block_q = _positive("block_q", block_q)
-        self.block_k = _positive("block_k", block_k)
-        indptr, indices = _whole_numbers("indptr", indptr), _whole_numbers("indices", indices)
+        self.block_q = positive("block_q", block_q)
+        self.block_k = positive("block_k", block_k)
+        indptr, indices = whole_numbers("indptr", indptr), whole_numbers("indices", indices)
         if not 1 <= indptr.ndim <= 3 or indptr.shape[-1] < 1:
-            _fail(
+            fail(
                 f"indptr has shape {indptr.shape}",
                 "It is ([batch or 1,] [heads or 1,] n_rows + 1): one offset per block row, and one more.",
             )
         if indices.ndim != 1:
-            _fail(f"indices has shape {indices.shape}", "It is one axis: the block columns of all rows.")
+            fail(f"indices has shape {indices.shape}", "It is one axis: the block columns of all rows.")
         indptr = indptr.reshape((1,) * (3 - indptr.ndim) + indptr.shape)
         self.n_columns_given = n_columns is not None
         largest = int(indices.max(initial=-1))
-        self.n_columns = largest + 1 if n_columns is None else _whole("n_columns", n_columns)
+        self.n_columns = largest + 1 if n_columns is None else whole("n_columns", n_columns)
         if largest >= self.n_columns or indices.min(initial=0) < 0:
-            _fail(
+            fail(
                 f"indices reach from {indices.min()} to {largest}, there are {self.n_columns} block columns",
                 "Block columns lie from 0 to n_columns - 1.",
             )
-        self.indptr, self.indices = _canonical(indptr, indices)
+        self.indptr, self.indices = canonical(indptr, indices)
         self.indptr.flags.writeable = self.indices.flags.writeable = False
         self._transposed: BlockMask | None = None
         self._wider: BlockMask | None = None
@@ -69,11 +69,11 @@ class BlockMask:
     def _trusted(
         cls, block_q: int, block_k: int, indptr: np.ndarray, indices: np.ndarray, n_columns: int
     ) -> BlockMask:
-        """A mask of arrays that are canonical by construction: the checks would cost as much as the making."""
+        """A mask of arrays in canonical form by construction: checks would cost as much as the making."""
         mask = cls.__new__(cls)
         mask.block_q, mask.block_k, mask.n_columns, mask.n_columns_given = block_q, block_k, n_columns, True
         if indptr[-1, -1, -1] >= 1 << 31 if indptr.size else False:
-            _fail(f"{indptr[-1, -1, -1]} blocks are kept", "Offsets are 32-bit: take larger blocks.")
+            fail(f"{indptr[-1, -1, -1]} blocks are kept", "Offsets are 32-bit: take larger blocks.")
         mask.indptr = np.ascontiguousarray(indptr, np.int32)
         mask.indices = np.ascontiguousarray(indices, np.int32)
         mask.indptr.flags.writeable = mask.indices.flags.writeable = False
@@ -85,7 +85,7 @@ class BlockMask:
     def _from_rows(
         cls, block_q: int, block_k: int, n_columns: int, counts: np.ndarray, indices: np.ndarray
     ) -> BlockMask:
-        """counts (batch or 1, heads or 1, n_rows): blocks kept in each row; indices: their columns, ascending."""
+        """counts (batch or 1, heads or 1, n_rows): blocks kept in each row; indices: their columns."""
         ends = np.cumsum(counts, dtype=np.int64).reshape(counts.shape)
         total = counts.sum(axis=-1, keepdims=True, dtype=np.int64)
         starts = np.cumsum(total, dtype=np.int64).reshape(total.shape) - total
@@ -98,13 +98,13 @@ class BlockMask:
         """The mask of a block matrix ([batch or 1,] [heads or 1,] n_rows, n_columns); True is kept."""
         dense = np.asarray(dense).astype(bool)
         if not 2 <= dense.ndim <= 4:
-            _fail(
+            fail(
                 f"the block matrix has shape {dense.shape}",
                 "It is ([batch or 1,] [heads or 1,] n_rows, n_columns).",
             )
         dense = dense.reshape((1,) * (4 - dense.ndim) + dense.shape)
         indices = np.nonzero(dense)[-1]
-        block_q, block_k = _positive("block_q", block_q), _positive("block_k", block_k)
+        block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
         return cls._from_rows(block_q, block_k, dense.shape[-1], dense.sum(axis=-1), indices)
 
     @classmethod
@@ -119,15 +119,16 @@ class BlockMask:
         batch: int = 1,
         heads: int = 1,
     ) -> BlockMask:
-        """Keep the blocks where keep(row, column) is true; memory is the blocks kept and a few rows at a time.
+        """The blocks where keep(row, column) is true; memory is the blocks kept and some rows at a time.
 
-        keep gets broadcasting integer arrays, row (n, 1) and column (1, n_columns), and returns booleans that broadcast
-        to (n, n_columns); with batch or heads above 1 it is called as keep(b, h, row, column).
+        keep gets broadcasting integer arrays, row (n, 1) and column (1, n_columns) of blocks, and returns
+        booleans that broadcast to (n, n_columns); with batch or heads above 1 it is called as
+        keep(b, h, row, column).
 
             >>> BlockMask.from_predicate(lambda i, j: j <= i, 4096, 4096)          # block-causal
         """
-        block_q, block_k = _positive("block_q", block_q), _positive("block_k", block_k)
-        n_rows, n_columns = _blocks(len_q, block_q), _blocks(len_k, block_k)
+        block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
+        n_rows, n_columns = n_blocks(len_q, block_q), n_blocks(len_k, block_k)
         step = max(1, (1 << 22) // max(1, n_columns))
         column = np.arange(n_columns)[None]
         counts, parts = np.zeros((batch, heads, n_rows), np.int64), [np.zeros(0, np.int32)]
@@ -159,22 +160,22 @@ class BlockMask:
         block_k: int = 128,
         query_offset: int | None = None,
     ) -> BlockMask:
-        """Every block with a pair that `window=(left, right)` shows; right 0 is causal.  A million square in megabytes."""
-        block_q, block_k = _positive("block_q", block_q), _positive("block_k", block_k)
+        """Every block with a pair that `window=(left, right)` shows; right 0 is causal."""
+        block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
         first, last = blockpatterns.band(len_q, len_k, block_q, block_k, left, right, query_offset)
         counts, indices = blockpatterns.ranges(first, last)
-        return cls._from_rows(block_q, block_k, _blocks(len_k, block_k), counts[None, None], indices)
+        return cls._from_rows(block_q, block_k, n_blocks(len_k, block_k), counts[None, None], indices)
 
     @classmethod
     def sliding_global(
         cls, len_q: int, len_k: int, window: int, n_global: int, block_q: int = 128, block_k: int = 128
     ) -> BlockMask:
-        """Longformer: a window of `window` tokens to each side, and n_global first tokens that see and are seen by all.
+        """Longformer: `window` tokens to each side; the first n_global tokens see, and are seen by, all.
 
         Source: Beltagy, Peters, Cohan, "Longformer: The Long-Document Transformer", 2020, section 3.1.
         """
         near = cls.window(len_q, len_k, window, window, block_q, block_k, query_offset=0)
-        rows, columns = _blocks(n_global, block_q), _blocks(n_global, block_k)
+        rows, columns = n_blocks(n_global, block_q), n_blocks(n_global, block_k)
         return near | cls._cross(near.n_rows, near.n_columns, rows, columns, block_q, block_k)
 
     @classmethod
@@ -190,14 +191,14 @@ class BlockMask:
         n_random: int = 3,
         seed: int = 0,
     ) -> BlockMask:
-        """BigBird: n_window blocks around the diagonal, n_global first blocks both ways, n_random blocks a row.
+        """BigBird: n_window blocks around the diagonal, n_global first rows and columns, n_random a row.
 
-        The random blocks of a row are drawn without repetition from all columns by NumPy's default generator with the
-        given seed; where they fall on kept blocks the row keeps fewer.
+        The random blocks of a row are drawn without repetition from all columns by NumPy's default generator
+        seeded with `seed`; where they fall on kept blocks the row keeps fewer.
         Source: Zaheer et al., "Big Bird: Transformers for Longer Sequences", 2020, section 2 and appendix D.
         """
-        block_q, block_k = _positive("block_q", block_q), _positive("block_k", block_k)
-        n_rows, n_columns = _blocks(len_q, block_q), _blocks(len_k, block_k)
+        block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
+        n_rows, n_columns = n_blocks(len_q, block_q), n_blocks(len_k, block_k)
         half = n_window // 2
         middle = np.arange(n_rows) * n_columns // max(n_rows, 1)
         counts, indices = blockpatterns.ranges(
@@ -212,13 +213,14 @@ class BlockMask:
     def butterfly(
         cls, len_q: int, len_k: int, block_q: int = 64, block_k: int = 64, *, n_global: int = 1
     ) -> BlockMask:
-        """FlashAttention's fixed butterfly: blocks (r, c) whose indices are equal or differ in one bit, and n_global
-        first blocks both ways (the low-rank part).  About log2(n) blocks a row.
+        """FlashAttention's fixed butterfly: blocks (r, c) whose numbers are equal or differ in one bit.
 
-        Source: Dao et al., "FlashAttention", 2022, section 3.3, after Chen et al., "Pixelated Butterfly", 2021.
+        About log2(n) blocks a row, and n_global first rows and columns (the low-rank part).
+
+        Source: Dao et al., "FlashAttention", 2022, section 3.3; Chen et al., "Pixelated Butterfly", 2021.
         """
-        block_q, block_k = _positive("block_q", block_q), _positive("block_k", block_k)
-        n_rows, n_columns = _blocks(len_q, block_q), _blocks(len_k, block_k)
+        block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
+        n_rows, n_columns = n_blocks(len_q, block_q), n_blocks(len_k, block_k)
         counts, indices = blockpatterns.butterfly(n_rows, n_columns)
         flat = cls._from_rows(block_q, block_k, n_columns, counts[None, None], indices)
         return flat | cls._cross(n_rows, n_columns, n_global, n_global, block_q, block_k)
@@ -273,7 +275,7 @@ class BlockMask:
         return dense[:, :, rows[:, None], columns[None]]
 
     def transpose(self) -> BlockMask:
-        """The mask with queries and keys exchanged: for each block of keys, the blocks of queries that see it."""
+        """Queries and keys exchanged: for each block of keys, the blocks of queries that see it."""
         if self._transposed is None:
             batch, heads, n_rows, n_columns = self.shape
             rows = self._rows()
@@ -298,7 +300,7 @@ class BlockMask:
         return self._wider
 
     def on_device(self, xp: Any) -> tuple[Any, Any]:
-        """(indptr, indices) as arrays of xp, numpy or cupy; on a CUDA device a copy made once and complete on return."""
+        """(indptr, indices) as arrays of xp, numpy or cupy; a device copy is made once, complete on return."""
         if xp is np:
             return self.indptr, self.indices
         device = xp.cuda.Device().id
@@ -330,7 +332,7 @@ class BlockMask:
         sizes = [(m.block_q, m.block_k, m.n_rows, m.n_columns) for m in (self, other)]
         lead = [m.shape[:2] for m in (self, other)]
         if sizes[0] != sizes[1] or any(a != b and 1 not in (a, b) for a, b in zip(*lead, strict=True)):
-            _fail(
+            fail(
                 f"{self!r} and {other!r} do not fit together",
                 "Both need the same block sizes and block counts.",
             )
@@ -343,7 +345,7 @@ class BlockMask:
         )
 
     def _keys(self, lead: tuple[int, int]) -> np.ndarray:
-        """row * n_columns + column of each kept block, after broadcasting the leading axes to `lead`; ascending."""
+        """row * n_columns + column of each kept block, the leading axes broadcast to `lead`; ascending."""
         mask = self
         if lead != self.shape[:2]:
             batch, heads = self.shape[:2]
@@ -373,79 +375,3 @@ class BlockMask:
             f"BlockMask({lead}{n_rows} x {n_columns} blocks of {self.block_q} x {self.block_k}, "
             f"{self.n_kept} kept, density {self.density:.3g})"
         )
-
-
-def _fail(what: str, do: str) -> None:
-    raise CuflashError(f"BlockMask: {what}\n  {do}")
-
-
-def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        _fail(f"{name} is {value!r}", f"{name} is a whole number from 0.")
-    return int(value)
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        _fail(f"{name} is {value!r}", f"{name} is a whole number from 1.")
-    return int(value)
-
-
-def _blocks(length: int, block: int) -> int:
-    return -(-_whole("a length", length) // block)
-
-
-def _whole_numbers(name: str, value: Any) -> np.ndarray:
-    """An integer NumPy array; device arrays are refused, since the constructor would have to wait for them."""
-    if type(value).__module__.split(".")[0] == "cupy":
-        _fail(
-            f"{name} is on a CUDA device", "Give host arrays: cupy.asnumpy(x); the device copy is made once."
-        )
-    array = np.asarray(value)
-    if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(np.int32)
-    if array.dtype.kind not in "iu":
-        _fail(f"{name} is {array.dtype.name}", f"{name} holds whole numbers.")
-    return array
-
-
-def _canonical(indptr: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int32 copies in which rows follow each other without gaps and are sorted; refuses what cannot be brought there."""
-    indptr = indptr.astype(np.int64)
-    counts = np.diff(indptr, axis=-1)
-    if (counts < 0).any():
-        b, h, r = np.argwhere(counts < 0)[0]
-        _fail(
-            f"indptr decreases after block row {r} of batch {b}, head {h}",
-            "Offsets never decrease along a row axis.",
-        )
-    if indptr.size and (indptr.min() < 0 or indptr.max() > indices.size):
-        _fail(
-            f"indptr reaches from {indptr.min()} to {indptr.max()}, indices has {indices.size} entries",
-            "Offsets lie in indices: those of a later head start where the head before it ends.",
-        )
-    counts, starts = counts.ravel(), indptr[..., :-1].ravel()
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if ends.size else 0
-    if total >= 1 << 31:
-        _fail(f"{total} blocks are kept", "Offsets are 32-bit: take larger blocks.")
-    rows = np.repeat(np.arange(counts.size), counts)
-    columns = indices[np.arange(total) + np.repeat(starts - (ends - counts), counts)].astype(np.int64)
-    falls = (np.diff(columns) <= 0) & (np.diff(rows) == 0)
-    if falls.any():
-        order = np.lexsort((columns, rows))
-        columns = columns[order]
-        twice = (np.diff(columns) == 0) & (np.diff(rows) == 0)
-        if twice.any():
-            at = int(twice.argmax())
-            _fail(
-                f"block row {rows[at] % (indptr.shape[-1] - 1)} names column {columns[at]} twice",
-                "Name each column once.",
-            )
-    lead = (*indptr.shape[:2], indptr.shape[-1] - 1)
-    first = np.cumsum(counts.reshape(lead).sum(axis=-1).ravel())
-    first = (first - counts.reshape(lead).sum(axis=-1).ravel()).reshape(*lead[:2], 1)
-    return (
-        np.concatenate([first, ends.reshape(lead)], axis=-1).astype(np.int32),
-        columns.astype(np.int32),
-    )

@@ -1,4 +1,4 @@
-"""Block patterns of the papers as (blocks kept per row, their columns): vectorised, in memory of the blocks kept."""
+"""Block patterns as (blocks kept in each row, their columns): vectorised, memory of the blocks kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(counts (n_rows,), columns (kept,) int32): row r keeps columns first[r] to last[r] - 1; none where last <= first.
+    """(counts (n_rows,), columns (kept,) int32): row r keeps first[r] to last[r] - 1, or nothing.
 
     >>> ranges(np.array([0, 1]), np.array([2, 4]))
     (array([2, 3]), array([0, 1, 1, 2, 3], dtype=int32))
@@ -29,8 +29,8 @@ def band(
 ) -> tuple[np.ndarray, np.ndarray]:
     """First block column of each block row that a window shows, and one past the last one.
 
-    A block is kept when any of its pairs is visible: i + offset - left <= j <= i + offset + right for a query i and a
-    key j that exist.
+    A block is kept when any of its pairs is visible: i + offset - left <= j <= i + offset + right for a query
+    i and a key j that exist.
     """
     offset = len_k - len_q if query_offset is None else query_offset
     n_rows, n_columns = -(-len_q // block_q), -(-len_k // block_k)

@@ -15,19 +15,22 @@ from cuflash.problem import FLOAT_DTYPES
 
 # every keyword argument of the public functions, with its default
 DEFAULTS: dict[str, Any] = dict(
-    causal=False, window=(None, None), query_offset=None, scale=None, softcap=None, alibi_slopes=None, bias=None,
-    mask=None, query_lengths=None, key_lengths=None, cu_seqlens_q=None, cu_seqlens_k=None, block_mask=None, sink=None,
-    dropout=None, layout="bshd", precision=None, out_dtype=None, kernel=None, workspace=None, progress=None,
+    causal=False, window=(None, None), query_offset=None, scale=None, softcap=None, alibi_slopes=None,
+    bias=None, mask=None, query_lengths=None, key_lengths=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    block_mask=None, sink=None, dropout=None, layout="bshd", precision=None, out_dtype=None, kernel=None,
+    workspace=None, progress=None,
 )  # fmt: skip
 _EXTRA: dict[str, Any] = dict(return_lse=False, deterministic=False, out=None, grads=None)
 _ALL = DEFAULTS | _EXTRA
 
 # what other libraries call it
 _ALIASES = dict(
-    is_causal="causal=", softmax_scale="scale=", sm_scale="scale=", window_size="window=", local_window_size="window=",
-    attn_mask="mask= (boolean, True = attend) or bias= (added to the scores)", attn_bias="bias=", logits_soft_cap="softcap=",
-    dropout_p="dropout=(p, seed)", sinks="sink=", s_aux="sink=", query_seq_lengths="query_lengths=",
-    key_value_seq_lengths="key_lengths=", return_attn_probs="return_lse=, and cuflash.attention_weights for rows of P",
+    is_causal="causal=", softmax_scale="scale=", sm_scale="scale=", window_size="window=",
+    local_window_size="window=", attn_mask="mask= (boolean, True = attend) or bias= (added to the scores)",
+    attn_bias="bias=", logits_soft_cap="softcap=", dropout_p="dropout=(p, seed)", sinks="sink=",
+    s_aux="sink=",
+    query_seq_lengths="query_lengths=", key_value_seq_lengths="key_lengths=",
+    return_attn_probs="return_lse=, and cuflash.attention_weights for rows of P",
     enable_gqa="nothing: heads and heads_k may differ", dtype="out_dtype=", backend="kernel=",
 )  # fmt: skip
 _PLANNED = {
@@ -184,7 +187,7 @@ def _whole(call: Call, name: str, value: Any, meaning: str) -> int | None:
 def _window(call: Call, value: Any) -> tuple[int | None, int | None]:
     if value is None:
         return (None, None)
-    do = "window is (left, right), the keys before and after the query's position that it sees; None is unbounded."
+    do = "window is (left, right): how many keys before and after its position a query sees; None is all."
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         call.fail(f"window is {value!r}", do)
     sides = []
@@ -225,7 +228,7 @@ def block_mask(call: Call, value: Any, longest_q: int, longest_k: int) -> Any:
     ):
         if blocks is not None and blocks * block < length:
             call.fail(
-                f"block_mask does not cover {label} {length}: {blocks} blocks of {block} are {blocks * block}",
+                f"block_mask covers {label} {blocks * block}, {blocks} blocks of {block}; needed is {length}",
                 f"Give {-(-length // block)} blocks along {label}.", show=("q", "k"),
             )  # fmt: skip
     return value.covering(longest_k)

@@ -51,7 +51,7 @@ def _gradients(call: Call, grads: Any) -> dict[str, Any]:
 
 
 def check(call: Call, targets: dict[str, Any], options: dict[str, Any], device: Any) -> None:
-    """Every target can be written without touching an input or another target (shape and dtype are checked before)."""
+    """Every target can be written without touching an input or another target."""
     if "workspace" in call.arrays:
         workspace = call.arrays["workspace"]
         if not workspace.flags.c_contiguous:
@@ -71,12 +71,13 @@ def check(call: Call, targets: dict[str, Any], options: dict[str, Any], device: 
         if zero and array.size:
             call.fail(
                 f"{name} has stride 0 along {call.axes[name][zero[0]]}",
-                "Give an array whose elements lie apart, not a broadcast view.", show=(name,), mark=((name, zero[0]),),
+                "Give an array whose elements lie apart, not a broadcast view.",
+                show=(name,), mark=((name, zero[0]),),
             )  # fmt: skip
         if arrays_.overlaps_itself(array):
             call.fail(
-                f"{name} overlaps itself", f"strides in bytes {array.strides}", "Give an array whose elements lie apart.",
-                show=(name,),
+                f"{name} overlaps itself", f"strides in bytes {array.strides}",
+                "Give an array whose elements lie apart.", show=(name,),
             )  # fmt: skip
         check_overlap(call, name, written)
 

@@ -44,7 +44,7 @@ class Call:
         itemsize = array.dtype.itemsize
         if itemsize > 1 and (address(array) % itemsize or any(s % itemsize for s in array.strides)):
             self.fail(
-                f"{name} does not lie on whole elements: address or strides are no multiple of {itemsize} bytes",
+                f"{name} has an address or strides that are no multiple of its {itemsize}-byte elements",
                 f"strides in bytes {array.strides}",
                 "Give a copy.",
             )
