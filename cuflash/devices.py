@@ -39,7 +39,7 @@ class Device:
         return f"{self.name} (sm_{self.arch})" if self.kind == "cuda" else self.name
 
     def seconds(self, flops: float, n_bytes: float, dtype: str, flops_per_clock: int = 0) -> float:
-        """The least time that arithmetic and memory allow, at full rate.  flops_per_clock: of an SM's tensor cores."""
+        """The least time that arithmetic and memory allow.  flops_per_clock: of an SM's tensor cores."""
         plain = self.float64_per_clock if dtype == "float64" else self.float32_per_clock
         per_clock = flops_per_clock or plain
         return max(flops / (per_clock * self.n_sms * self.clock), n_bytes / self.bandwidth)

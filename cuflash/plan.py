@@ -1,7 +1,7 @@
-"""Problem and device -> Plan: which kernel runs, with what tile, grid and memory, and why the better ones do not.
+"""Problem and device -> Plan: which kernel runs, with what tile, grid and memory, and why not another.
 
-rows.py holds the tables; the first starred row that accepts wins, a named row runs or says why not.  Nothing here
-touches a GPU or compiles: a Plan for a GPU that is not there is as good as any.
+rows.py holds the tables; the first starred row that accepts wins, a named row runs or says why not.  Nothing
+here touches a GPU or compiles: a Plan for a GPU that is not there is as good as any.
 """
 
 from __future__ import annotations
@@ -9,34 +9,22 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cuflash import args, build, cost, devices, rows
+from cuflash.copies import Copy, copies_of
 from cuflash.devices import Device
 from cuflash.errors import CuflashError
 from cuflash.problem import FLOAT_DTYPES, Problem
-from cuflash.row import ITEMSIZE, Params, Refusal, Row, Slot, Step, Tile, round_up
+from cuflash.row import Params, Refusal, Row, Slot, Step, Tile, round_up
 
 log = logging.getLogger("cuflash")
 ALIGNMENT = 256  # of every slot in the workspace
-COPY_SHARE = 0.05  # a copy may cost this much of the kernel's predicted time
 MAX_GRID = (2**31 - 1, 65535, 65535)
 DTYPE_CODES = {name: code for code, name in enumerate(FLOAT_DTYPES)}
 NUMPY = Row("tiled", True, 0, (), (), "the tiled algorithm in NumPy: cuflash/tiled.py")
-_VECTORS = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "out", "dout")}
-_TARGETS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 _warned: set[tuple[str, str]] = set()
-
-
-@dataclass(frozen=True)
-class Copy:
-    """An operand that the kernel cannot address, copied to the workspace first (a result: copied back after)."""
-
-    name: str
-    slot: Slot
-    why: str
-    back: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,7 +228,7 @@ def _named(problem: Problem, device: Device, kernel: str) -> Plan:
         raise CuflashError(f"{kernel} {plan}\n  Rows that would accept: {accepting}.")
     for name, other in found.items():
         plan.refused[name] = "accepts, but another row was named" if isinstance(other, Plan) else other
-    return Plan(**{**plan.__dict__, "named": True}) if not plan.named else plan
+    return replace(plan, named=True)
 
 
 def _sentences(refused: dict[str, str]) -> str:
@@ -334,51 +322,6 @@ def params_of(problem: Problem, row: Row, tile: Tile) -> Params:
     return params | dict(row.options)
 
 
-def copies_of(problem: Problem, device: Device, row: Row) -> tuple[Copy, ...] | Refusal:
-    """Operands the row cannot address.
-
-    A last axis whose elements do not lie side by side is always copied: no kernel reads it.  Other strides and
-    addresses matter to rows with stride_bytes > 1, and are copied when that costs less than COPY_SHARE of the
-    kernel's predicted time.
-    """
-    copies = []
-    n_bytes = 0
-    for name in (*_VECTORS[problem.direction], *_TARGETS[problem.direction]):
-        spec = problem.spec(name)
-        if (
-            spec is None
-            or 0 in spec.shape
-            or (name == "out" and problem.direction == "backward" and spec is None)
-        ):
-            continue
-        size = ITEMSIZE[spec.dtype]
-        steps = [s * size for s, n in zip(spec.strides[:-1], spec.shape[:-1], strict=True) if n > 1]
-        slot = Slot(name, spec.dtype, spec.shape)
-        back = name in _TARGETS[problem.direction]
-        if spec.shape[-1] > 1 and spec.strides[-1] != 1:
-            why = f"the stride of its last axis is {spec.strides[-1]} elements, not 1"
-            copies.append(Copy(name, slot, why, back))
-        elif any(s % row.stride_bytes for s in (*steps, spec.align)):
-            copies.append(
-                Copy(name, slot, f"a stride or its address is no multiple of {row.stride_bytes} bytes", back)
-            )
-            n_bytes += 2 * slot.n_bytes
-    if n_bytes:
-        copying = n_bytes / device.bandwidth
-        running = device.seconds(
-            cost.flops(problem), cost.least_bytes(problem), problem.dtype, row.flops_per_clock
-        )
-        if copying > COPY_SHARE * running:
-            names = " and ".join(copy.name for copy in copies)
-            share = 100 * copying / running if running else float("inf")
-            return Refusal(
-                f"needs strides and addresses that are multiples of {row.stride_bytes} bytes; copying {names} would "
-                f"cost {share:.0f} % of the kernel, more than {100 * COPY_SHARE:.0f} %",
-                names,
-            )
-    return tuple(copies)
-
-
 def _length_slots(problem: Problem) -> tuple[Slot, ...]:
     """Room for lengths that the caller gives on the host."""
     slots = []
@@ -394,8 +337,8 @@ def _length_slots(problem: Problem) -> tuple[Slot, ...]:
 def occupancy(device: Device, threads: int, registers: int, smem_bytes: int) -> int:
     """Blocks of one kernel that an SM holds at once: the least of four limits.
 
-    Registers are given out 256 at a time to each warp, shared memory 128 bytes at a time; a block also takes 1 KiB
-    of shared memory for the system (sm_80 and later).
+    Registers are given out 256 at a time to each warp, shared memory 128 bytes at a time; a block also takes
+    1 KiB of shared memory for the system (sm_80 and later).
     """
     warps = -(-threads // 32)
     by_registers = 65536 // (round_up(registers * 32, 256) * warps) if registers else device.blocks_per_sm

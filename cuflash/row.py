@@ -31,8 +31,8 @@ FEATURES = {
     "out_dtype": "an out_dtype other than the inputs' dtype",
     "head_dim_v": "a head_dim_v other than head_dim",
 }
-CORE = frozenset({"causal", "query_offset", "dlse", "deterministic", "head_dim_v", "out_dtype"})
-WHOLE = frozenset(FEATURES) - {"tf32"}
+CORE = frozenset({"tf32", "causal", "query_offset", "dlse", "deterministic", "head_dim_v", "out_dtype"})
+WHOLE = frozenset(FEATURES)  # "tf32" too: it allows less exact products, it does not ask for them
 
 Params = dict[str, int]  # name without CUFLASH_ -> value: what build.py passes as -D
 Grid = tuple[int, int, int]
