@@ -1,0 +1,360 @@
+"""The specification of attention: every path of cuflash is tested against this file.
+
+Read reference_scores.py first: it says what a score is.  Here, for one (sequence, head),
+
+    forward                                           backward, given dO and dlse
+    l = sum_j exp(S[i, j]) + exp(sink)                P = exp(S - lse)
+    lse = log l                                       dV = (Z P)^T dO
+    P = exp(S - lse)          softmax, with sink      dP = Z (dO V^T)
+    O = (Z P) V               Z: dropout              delta = rowsum(dO * O) - dlse
+                                                      dS = P (dP - delta)
+    with Z[i, j] = 0 where dropped,                   dbias = dS, summed over broadcast axes
+    1 / (1 - p) where kept                            dslope = -sum dS * distance
+                                                      dsink = -sum exp(sink - lse) * delta
+                                                      dQ = scale * (dS dcap) K,   dK = scale * (dS dcap)^T Q
+
+A row that sees nothing gives O = 0, lse = -inf (or its sink) and no gradient, except to its sink.  Sums
+run over visible pairs only, so what stands in a hidden row is never read, NaN included.
+
+The public functions have the signatures of cuflash.attention, attention_backward and attention_vjp.  They
+take NumPy or CuPy arrays, work in float64 in blocks of query rows, and give float64.  `unfused(dtype)` is
+the same mathematics as a plain library computes it in dtype: the error that a kernel is measured by.
+"""
+
+# ruff: noqa: E741  (O and l are the papers' names)
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cuflash.arrays import module_of
+from cuflash.check import check
+from cuflash.philox import dropout_keep
+from cuflash.problem import Operands, Problem
+from cuflash.reference_scores import Arithmetic, Sequence, scores, sequences, slope_index
+
+FLOAT64 = Arithmetic("float64")
+LONGDOUBLE = Arithmetic("longdouble")  # judges float64 kernels; NumPy only, small sizes only
+MAX_BLOCK = {"numpy": 2**21, "cupy": 2**25}  # scores held at once
+
+
+# ---- the public functions
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, rows: Any = None,
+    arithmetic: Arithmetic = FLOAT64, **options: Any,
+) -> Any:  # fmt: skip
+    """`cuflash.attention` in float64.
+
+    | argument | meaning |
+    |---|---|
+    | q, k, v, return_lse, out, options | as in `cuflash.attention` |
+    | rows | compute these array rows of q only: integers (n,), or (batch or 1, heads or 1, n) |
+    | arithmetic | the precision |
+
+    Returns out, or (out, lse), in float64; with rows=, out and lse have n rows in place of len_q.
+
+        >>> attention(q, k, v, causal=True).shape                     # (batch, len_q, heads, head_dim_v)
+        >>> attention(q, k, v, causal=True, rows=[0, 99]).shape       # (batch, 2, heads, head_dim_v)
+
+    Raises CuflashError as `cuflash.attention` does.
+    """
+    options |= {"return_lse": return_lse, "out": out}
+    problem, operands = check("forward", {"q": q, "k": k, "v": v}, options)
+    O, lse = forward(problem, operands, arithmetic, rows)
+    O, lse = in_layout(problem, "out", O), in_layout(problem, "lse", lse)
+    if out is not None:
+        targets = (out,) if not isinstance(out, tuple | list) else out
+        for target, value in zip(targets, (O, lse), strict=False):
+            if target is not None:
+                target[...] = value
+        return out
+    return (O, lse) if return_lse else O
+
+
+def attention_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, dlse: Any = None, deterministic: bool = False,
+    grads: Any = None, rows: Any = None, keys: Any = None, arithmetic: Arithmetic = FLOAT64, **options: Any,
+) -> Any:  # fmt: skip
+    """`cuflash.attention_backward` in float64.
+
+    | argument | meaning |
+    |---|---|
+    | dout, q, k, v, out, lse, dlse, grads, options | as in `cuflash.attention_backward` |
+    | rows | compute dq of these array rows of q only: (n,), or (batch or 1, heads or 1, n); nothing else |
+    | keys | compute dk and dv of these array rows of k only: (n,), or (batch or 1, heads_k or 1, n) |
+
+    Returns Gradients in float64.  The gradients are those of the `out` and `lse` given: rounded ones give
+    what a kernel that was handed them should give.  Raises CuflashError as `cuflash.attention_backward`
+    does.
+    """
+    options |= {"deterministic": deterministic, "grads": grads}
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    problem, operands = check("backward", arrays, options)
+    found = backward(problem, operands, arithmetic, rows, keys)
+    return to_gradients(problem, options, found, grads)
+
+
+def attention_vjp(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, deterministic: bool = False,
+    arithmetic: Arithmetic = FLOAT64, **options: Any,
+) -> Any:  # fmt: skip
+    """`cuflash.attention_vjp` in float64: (out, vjp) or (out, lse, vjp), vjp(dout, dlse=None) -> Gradients.
+
+    Nothing is rounded between the forward and the backward.  Raises CuflashError as
+    `cuflash.attention_vjp` does.
+    """
+    options |= {"deterministic": deterministic}
+    problem, operands = check("forward", {"q": q, "k": k, "v": v}, options, where="attention_vjp")
+    O, lse = forward(problem, operands, arithmetic)
+    out, saved_lse = in_layout(problem, "out", O), in_layout(problem, "lse", lse)
+
+    def vjp(dout: Any, dlse: Any = None) -> Any:
+        arrays = {"dout": dout, "q": q, "k": k, "v": v, "dlse": dlse}
+        # dtypes of the contract for check; the backward itself gets all digits
+        arrays |= {"out": out.astype(problem.accumulator), "lse": saved_lse.astype(problem.accumulator)}
+        again, with_results = check("backward", arrays, options, where="vjp")
+        with_results.out, with_results.lse = O, lse
+        return to_gradients(again, options, backward(again, with_results, arithmetic))
+
+    return (out, saved_lse, vjp) if return_lse else (out, vjp)
+
+
+def unfused(dtype: str, noise: Any = None) -> SimpleNamespace:
+    """The baseline in dtype: `.attention`, `.attention_backward` and `.attention_vjp` of unfused attention.
+
+    Products are accumulated in float32 (float64 for float64); S, P, O, dP, dS and the gradients are each
+    rounded to dtype ("float16", "bfloat16", "float32", "float64", or "tf32", which rounds the inputs
+    too).  Results that leave (out, gradients) are rounded to out_dtype where one is given.  noise: a
+    numpy.random.Generator that draws other roundings of the same size, for small arrays on which one draw
+    may be lucky.
+    """
+    arithmetic = Arithmetic("float64" if dtype == "float64" else "float32", dtype, noise)
+    functions = (attention, attention_backward, attention_vjp)
+    return SimpleNamespace(**{f.__name__: partial(f, arithmetic=arithmetic) for f in functions})
+
+
+# ---- forward
+
+
+@np.errstate(all="ignore")
+def forward(
+    problem: Problem, operands: Operands, arithmetic: Arithmetic = FLOAT64, rows: Any = None
+) -> tuple[Any, Any]:
+    """(O, lse) in canonical axes: (batch, len_q, heads, head_dim_v) and (batch, heads, len_q)."""
+    xp = module_of(operands.q)
+    rows = chosen(rows, operands.q.shape[0], problem.heads, problem.len_q)
+    batch, _, n_rows = rows.shape
+    O = xp.zeros((batch, n_rows, problem.heads, problem.head_dim_v), arithmetic.accumulate)
+    lse = xp.full((batch, problem.heads, n_rows), -np.inf, arithmetic.accumulate)
+    for sequence, h in every_head(problem, operands):
+        b = sequence.array_b
+        j = xp.arange(sequence.len_k)
+        V = arithmetic.widen(operands.v[b, sequence.k_start + j, h // problem.group])
+        for place, i in blocks(xp, rows[b, h], sequence.q_start, sequence.len_q, sequence.len_k):
+            S, visible, _, _ = scores(problem, operands, sequence, h, i, j, arithmetic)
+            P, lse[b, h, place] = softmax(S, sink_of(operands, h, arithmetic))
+            P = arithmetic.round(xp.where(visible, P, 0))
+            Z = dropout_factor(problem, operands, sequence, h, i, j, arithmetic)
+            O_rows = sum_over_visible(xp.where(Z == 0, 0, Z * P), V, visible)
+            O[b, place, h] = arithmetic.round(O_rows, result_dtype(problem, arithmetic))
+    return O, lse
+
+
+def softmax(S: Any, sink: Any) -> tuple[Any, Any]:
+    """(P, lse) of rows of scores.  The sink is one more column of the softmax, whose value vector is zero."""
+    xp = module_of(S)
+    column = xp.full((len(S), 1), -np.inf, S.dtype) if sink is None else xp.broadcast_to(sink, (len(S), 1))
+    S = xp.concatenate([S, column], axis=1)
+    m = S.max(axis=1)
+    m = xp.where(xp.isneginf(m), 0, m)  # a row that sees nothing: exp(-inf - 0) = 0, and log(0) = -inf
+    P = xp.exp(S - m[:, None])  # the largest is exp(0): nothing overflows
+    l = P.sum(axis=1)
+    return P[:, :-1] / xp.where(l == 0, 1, l)[:, None], m + xp.log(l)
+
+
+# ---- backward
+
+
+@np.errstate(all="ignore")
+def backward(
+    problem: Problem, operands: Operands, arithmetic: Arithmetic = FLOAT64, rows: Any = None, keys: Any = None
+) -> dict[str, Any]:
+    """Gradients by name in canonical axes (see Operands), of the out and lse in operands.
+
+    With rows: dq of those rows alone.  With keys: dk and dv of those rows alone.
+    """
+    xp = module_of(operands.q)
+    names = problem.gradients if rows is None else ("dq",)
+    names = names if keys is None else ("dk", "dv")
+    rows = chosen(rows, operands.q.shape[0], problem.heads, problem.len_q)
+    keys = chosen(keys, operands.q.shape[0], problem.heads_k, problem.len_k)
+    grads = zero_gradients(problem, operands, rows.shape[2], keys.shape[2], arithmetic)
+    for sequence, h in every_head(problem, operands):
+        b, h_k = sequence.array_b, h // problem.group
+        key_place, j = within(xp, keys[b, h_k], sequence.k_start, sequence.len_k)
+        K = arithmetic.widen(operands.k[b, sequence.k_start + j, h_k])
+        V = arithmetic.widen(operands.v[b, sequence.k_start + j, h_k])
+        for place, i in blocks(xp, rows[b, h], sequence.q_start, sequence.len_q, len(j)):
+            tokens = sequence.q_start + i
+            Q = arithmetic.widen(operands.q[b, tokens, h])
+            dO = arithmetic.widen(operands.dout[b, tokens, h])
+            O = operands.out[b, tokens, h].astype(arithmetic.accumulate)
+            lse = operands.lse[b, h, tokens].astype(arithmetic.accumulate)
+            lse = xp.where(xp.isneginf(lse), np.inf, lse)  # a row that sees nothing: exp(S - inf) = 0
+            delta = xp.where(O == 0, 0, dO * O).sum(axis=1)  # its O is 0, and its dO may be anything
+            if operands.dlse is not None:
+                delta = delta - operands.dlse[b, h, tokens].astype(arithmetic.accumulate)
+
+            S, visible, dcap, distance = scores(problem, operands, sequence, h, i, j, arithmetic)
+            P = arithmetic.round(xp.where(visible, xp.exp(S - lse[:, None]), 0))
+            Z = dropout_factor(problem, operands, sequence, h, i, j, arithmetic)
+            dP = arithmetic.round(dO @ V.T)
+            dP = xp.where(Z == 0, 0, Z * dP)
+            dS = arithmetic.round(xp.where(visible, P * (dP - delta[:, None]), 0))
+
+            ZP = xp.where(Z == 0, 0, Z * P)
+            grads["dv"][b, key_place, h_k] += sum_over_visible(ZP.T, dO, visible.T)
+            if problem.bias is not None:
+                add_to_bias(grads["dbias"], sequence, h, i, j, dS)
+            if problem.has_alibi:
+                index = slope_index(operands.alibi_slopes, sequence, h)
+                grads["dalibi_slopes"][index] -= (dS * distance).sum()
+            if problem.has_sink:
+                grads["dsink"][h] -= (xp.exp(sink_of(operands, h, arithmetic) - lse) * delta).sum()
+            dS = dS * (problem.scale * dcap)
+            grads["dq"][b, place, h] = sum_over_visible(dS, K, visible)
+            grads["dk"][b, key_place, h_k] += sum_over_visible(dS.T, Q, visible.T)
+    dtypes = dict.fromkeys(("dq", "dk", "dv"), result_dtype(problem, arithmetic))
+    dtypes |= {"dbias": problem.bias, "dsink": problem.accumulator, "dalibi_slopes": problem.accumulator}
+    return {name: arithmetic.round(grads[name], dtypes[name]) for name in names}
+
+
+def zero_gradients(
+    problem: Problem, operands: Operands, n_rows: int, n_keys: int, arithmetic: Arithmetic
+) -> dict[str, Any]:
+    """Zeros to add to, by name, in the accumulation dtype."""
+    batch = operands.q.shape[0]
+    shapes = {
+        "dq": (batch, n_rows, problem.heads, problem.head_dim),
+        "dk": (batch, n_keys, problem.heads_k, problem.head_dim),
+        "dv": (batch, n_keys, problem.heads_k, problem.head_dim_v),
+    }
+    for name in ("bias", "sink", "alibi_slopes"):
+        if getattr(operands, name) is not None:
+            shapes["d" + name] = getattr(operands, name).shape
+    xp = module_of(operands.q)
+    return {name: xp.zeros(shape, arithmetic.accumulate) for name, shape in shapes.items()}
+
+
+def add_to_bias(dbias: Any, sequence: Sequence, h: int, i: Any, j: Any, dS: Any) -> None:
+    """dbias += dS of one block, summed over the axes along which bias was broadcast."""
+    xp = module_of(dS)
+    batch, heads, rows, keys = dbias.shape
+    plane = dbias[sequence.b if batch != 1 else 0, h if heads != 1 else 0]
+    if rows == 1:
+        dS, i = dS.sum(axis=0, keepdims=True), xp.zeros(1, int)
+    if keys == 1:
+        dS, j = dS.sum(axis=1, keepdims=True), xp.zeros(1, int)
+    dS = dS[i < rows][:, j < keys]  # positions that bias does not reach are hidden
+    plane[i[i < rows][:, None], j[j < keys][None, :]] += dS
+
+
+# ---- shared by both
+
+
+def sum_over_visible(weights: Any, values: Any, visible: Any) -> Any:
+    """weights (n, m) @ values (m, d) over visible pairs alone: the 0 of a hidden pair never meets a NaN."""
+    xp = module_of(values)
+    weights = xp.where(visible, weights, 0)
+    finite = xp.isfinite(values).all(axis=1)
+    if bool(finite.all()):
+        return weights @ values
+    total = weights @ xp.where(finite[:, None], values, 0)
+    for m in np.flatnonzero(~to_host(finite)):
+        total = total + xp.where(visible[:, m, None], weights[:, m, None] * values[m], 0)
+    return total
+
+
+def dropout_factor(
+    problem: Problem, operands: Operands, sequence: Sequence, h: int, i: Any, j: Any, arithmetic: Arithmetic
+) -> Any:
+    """Z, what dropout multiplies weights by: 0 where dropped, 1 / (1 - p) where kept; 1 without."""
+    if problem.dropout is None:
+        return module_of(j).ones((), arithmetic.accumulate)
+    keep = dropout_keep(operands.seed, problem.dropout, sequence.b, h, i, j, operands.counter_shift)
+    return keep.astype(arithmetic.accumulate) / (1 - problem.dropout)
+
+
+def every_head(problem: Problem, operands: Operands) -> Iterator[tuple[Sequence, int]]:
+    """Every (sequence, query head)."""
+    for sequence in sequences(problem, operands):
+        for h in range(problem.heads):
+            yield sequence, h
+
+
+def chosen(rows: Any, batch: int, heads: int, length: int) -> np.ndarray:
+    """Array rows to compute, (batch, heads, n): those asked for, or all."""
+    rows = np.arange(length) if rows is None else to_host(rows)
+    return np.broadcast_to(rows, (batch, heads, rows.shape[-1]))
+
+
+def within(xp: Any, rows: np.ndarray, start: int, length: int) -> tuple[np.ndarray, Any]:
+    """(place in rows, position in the sequence) of the rows that lie in [start, start + length)."""
+    place = np.flatnonzero((rows >= start) & (rows < start + length))
+    return xp.asarray(place), xp.asarray(rows[place] - start)
+
+
+def blocks(xp: Any, rows: np.ndarray, start: int, length: int, n_keys: int) -> Iterator[tuple[Any, Any]]:
+    """`within`, in blocks small enough to hold their scores."""
+    place, i = within(xp, rows, start, length)
+    step = max(1, MAX_BLOCK[xp.__name__] // max(n_keys, 1))
+    for first in range(0, len(i), step):
+        yield place[first : first + step], i[first : first + step]
+
+
+def sink_of(operands: Operands, h: int, arithmetic: Arithmetic) -> Any:
+    return None if operands.sink is None else operands.sink[h].astype(arithmetic.accumulate)
+
+
+def result_dtype(problem: Problem, arithmetic: Arithmetic) -> str | None:
+    """dtype to which out and the gradients are rounded."""
+    if problem.out_dtype == problem.dtype and arithmetic.rounds_to != "tf32":
+        return arithmetic.rounds_to
+    return problem.out_dtype
+
+
+def in_layout(problem: Problem, name: str, array: Any) -> Any:
+    """A canonical array in the caller's axis order."""
+    if problem.packed:
+        return array[0]
+    if problem.layout == "bhsd" and name in ("out", "dq", "dk", "dv"):
+        return module_of(array).ascontiguousarray(array.swapaxes(1, 2))
+    return array
+
+
+def to_gradients(problem: Problem, options: dict, found: dict[str, Any], targets: Any = None) -> Any:
+    """Gradients in the caller's axis order, written to targets where given."""
+    from cuflash.attention import Gradients
+
+    fields = {}
+    for name, array in found.items():
+        if name in ("dq", "dk", "dv"):
+            fields[name] = in_layout(problem, name, array)
+        else:
+            fields[name] = array.reshape(options[name[1:]].shape)
+        target = getattr(targets, name, None)
+        if target is not None:
+            target[...] = fields[name]
+            fields[name] = target
+    return Gradients(**fields)
+
+
+def to_host(array: Any) -> np.ndarray:
+    return array.get() if hasattr(array, "get") else np.asarray(array)

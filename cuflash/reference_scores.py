@@ -1,0 +1,200 @@
+"""The specification, first half: which rows exist, what each score is, which pairs are visible.
+
+reference.py, the second half, makes weights, outputs and gradients of it.  Both are written to be read
+and to be right; tiled.py is the fast path.  Everything works on one (sequence, head) at a time, with i
+and j the positions of query and key inside the sequence:
+
+    S[i, j] = scale * Q[i] . K[j]                      scale: 1 / sqrt(head_dim) unless given
+    S = cap * tanh(S / cap)                            softcap
+    S = S - slope * |i + query_offset - j|             ALiBi: query i stands at key position i + query_offset
+    S = S + bias[i, j]
+    S = -inf where (i, j) is hidden                    causal, window, mask, block mask, beyond a length
+
+A score that is -inf for another reason (a bias of -inf) is hidden just the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.arrays import module_of, numpy_dtype
+from cuflash.problem import Operands, Problem
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """In which precision the mathematics is done.
+
+    accumulate: dtype of products, sums and softmax.  rounds_to: dtype to which S, P, O, dP, dS and the
+    gradients are rounded after each step, None for nowhere; "tf32" keeps 10 bits of the fraction, of the
+    inputs too. noise: a generator that shakes every rounding by half a unit, to draw other roundings of
+    the same size.
+    """
+
+    accumulate: str = "float64"
+    rounds_to: str | None = None
+    noise: Any = None
+
+    def widen(self, x: Any) -> Any:
+        """x in the accumulation dtype."""
+        x = self.shake(x.astype(self.accumulate), self.accumulate)
+        return _round_tf32(x) if self.rounds_to == "tf32" else x
+
+    def round(self, x: Any, dtype: str | None = None) -> Any:
+        """x rounded to dtype (rounds_to when None), still held in the accumulation dtype."""
+        dtype = dtype or self.rounds_to
+        if self.rounds_to is None:
+            return x
+        if dtype == "tf32":
+            return _round_tf32(x)
+        return self.shake(x, dtype).astype(numpy_dtype(dtype)).astype(self.accumulate)
+
+    def shake(self, x: Any, dtype: str) -> Any:
+        """x moved by up to half a unit in the last place of dtype, when there is noise."""
+        if self.noise is None:
+            return x
+        import ml_dtypes
+
+        half_unit = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps) / 2
+        return x * (1 + half_unit * module_of(x).asarray(self.noise.uniform(-1, 1, x.shape))).astype(x.dtype)
+
+
+def _round_tf32(x: Any) -> Any:
+    """float32 to 10 bits of fraction, to nearest, ties away from zero (as cvt.rna.tf32 does)."""
+    bits = x.astype("float32").view("int32")
+    rounded = ((bits + 0x1000) & ~0x1FFF).view("float32")
+    return module_of(x).where(module_of(x).isfinite(x), rounded, x)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One entry of the batch: where its rows lie in the arrays, and how many of them exist."""
+
+    b: int  # its place in options with a batch axis: bias, mask, slopes, block mask, dropout
+    array_b: int  # its place on the batch axis of q, k, v, out, lse: 0 when packed
+    q_start: int  # the array row of query 0
+    len_q: int
+    k_start: int
+    len_k: int
+    offset: int  # query i stands at key position i + offset
+
+
+def sequences(problem: Problem, operands: Operands) -> list[Sequence]:
+    """Every sequence of a problem.  Lengths on a device are read; what is out of range is clamped."""
+    found = []
+    lengths = {
+        name: None if value is None else np.asarray(value.get() if hasattr(value, "get") else value)
+        for name in ("query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
+        for value in [getattr(operands, name)]
+    }
+
+    def extent(b: int, rows: int, own: Any, cumulative: Any) -> tuple[int, int]:
+        """(first row, number of rows) of sequence b."""
+        if cumulative is not None:
+            start = min(max(int(cumulative[b]), 0), rows) if b else 0
+            end = min(max(int(cumulative[b + 1]), 0), rows)
+            return start, max(end - start, 0)
+        return 0, rows if own is None else min(max(int(own[b]), 0), rows)
+
+    for b in range(problem.batch):
+        q_start, len_q = extent(b, problem.len_q, lengths["query_lengths"], lengths["cu_seqlens_q"])
+        k_start, len_k = extent(b, problem.len_k, lengths["key_lengths"], lengths["cu_seqlens_k"])
+        offset = len_k - len_q if problem.query_offset is None else problem.query_offset
+        found.append(Sequence(b, 0 if problem.packed else b, q_start, len_q, k_start, len_k, offset))
+    return found
+
+
+class Scores(NamedTuple):
+    """Scores of query rows i (down) and key rows j (across) of one (sequence, head)."""
+
+    S: Any  # float (n_i, n_j), -inf where hidden
+    visible: Any  # bool (n_i, n_j)
+    dcap: Any  # derivative of the softcap at each score, 1.0 without one
+    distance: Any  # |i + offset - j| (n_i, n_j)
+
+
+def scores(
+    problem: Problem, operands: Operands, sequence: Sequence, h: int, i: Any, j: Any, arithmetic: Arithmetic
+) -> Scores:
+    """The scores of query rows i and key rows j: integer arrays of positions inside the sequence."""
+    xp = module_of(operands.q)
+    Q = arithmetic.widen(operands.q[sequence.array_b, sequence.q_start + i, h])
+    K = arithmetic.widen(operands.k[sequence.array_b, sequence.k_start + j, h // problem.group])
+    distance = xp.abs(i[:, None] + sequence.offset - j[None, :]).astype(arithmetic.accumulate)
+
+    S = problem.scale * (Q @ K.T)
+    dcap = 1.0
+    if problem.softcap is not None:
+        tanh = xp.tanh(S / problem.softcap)
+        S, dcap = problem.softcap * tanh, 1 - tanh * tanh
+    if problem.has_alibi:
+        slope = operands.alibi_slopes[slope_index(operands.alibi_slopes, sequence, h)]
+        S = S - slope.astype(arithmetic.accumulate) * distance
+    visible = is_visible(problem, operands, sequence, h, i, j)
+    if problem.bias is not None:
+        bias, reached = at_positions(operands.bias, sequence, h, i, j)
+        S = S + bias.astype(arithmetic.accumulate)
+        visible = visible & reached
+    S = arithmetic.round(S)
+    visible = visible & ~xp.isneginf(S)
+    return Scores(xp.where(visible, S, -np.inf), visible, dcap, distance)
+
+
+def is_visible(problem: Problem, operands: Operands, sequence: Sequence, h: int, i: Any, j: Any) -> Any:
+    """Whether key j is visible to query i by every mask of the call: bool (n_i, n_j)."""
+    xp = module_of(operands.q)
+    position = i[:, None] + sequence.offset  # of the query, among the keys
+    key = j[None, :]
+    visible = xp.ones((len(i), len(j)), bool)
+    if problem.causal:
+        visible &= key <= position
+    left, right = problem.window
+    if left is not None:
+        visible &= key >= position - left
+    if right is not None:
+        visible &= key <= position + right
+    if problem.has_mask:
+        mask, reached = at_positions(operands.mask, sequence, h, i, j)
+        visible &= mask & reached
+    if problem.block_mask is not None:
+        visible &= block_visible(operands.block_mask, sequence, h, i, j)
+    return visible
+
+
+def at_positions(array: Any, sequence: Sequence, h: int, i: Any, j: Any) -> tuple[Any, Any]:
+    """(values, reached) of a bias or mask (batch or 1, heads or 1, len_q or 1, len_k or 1) at (i, j).
+
+    An axis of length 1 serves every position.  reached is False where another axis is too short, which
+    only lengths on a device can lead to: those pairs are hidden.
+    """
+    batch, heads, rows, keys = array.shape
+    plane = array[sequence.b if batch != 1 else 0, h if heads != 1 else 0]
+    xp = module_of(array)
+    i_there = xp.minimum(i, rows - 1) if rows != 1 else xp.zeros_like(i)
+    j_there = xp.minimum(j, keys - 1) if keys != 1 else xp.zeros_like(j)
+    reached = ((i < rows) | (rows == 1))[:, None] & ((j < keys) | (keys == 1))[None, :]
+    if not plane.size:  # nothing is reached
+        return xp.zeros(reached.shape, array.dtype), reached
+    return plane[i_there[:, None], j_there[None, :]], reached
+
+
+def block_visible(block_mask: Any, sequence: Sequence, h: int, i: Any, j: Any) -> Any:
+    """Whether block (i // block_q, j // block_k) is kept: bool (n_i, n_j)."""
+    xp = module_of(i)
+    indptr, indices = np.asarray(block_mask.indptr), np.asarray(block_mask.indices)
+    first = indptr[sequence.b if indptr.shape[0] != 1 else 0, h if indptr.shape[1] != 1 else 0]
+    n_columns = -(-sequence.len_k // block_mask.block_k)
+    n_rows = -(-sequence.len_q // block_mask.block_q)
+    kept = np.zeros((n_rows, n_columns), bool)
+    for row in range(min(n_rows, len(first) - 1)):
+        columns = indices[first[row] : first[row + 1]]
+        kept[row, columns[columns < n_columns]] = True
+    return xp.asarray(kept)[(i // block_mask.block_q)[:, None], (j // block_mask.block_k)[None, :]]
+
+
+def slope_index(slopes: Any, sequence: Sequence, h: int) -> tuple[int, int]:
+    """Where alibi_slopes (batch or 1, heads) hold the slope of one (sequence, head)."""
+    return (sequence.b if slopes.shape[0] != 1 else 0, h)
