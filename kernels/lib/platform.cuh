@@ -13,5 +13,8 @@ using i64 = long long;
 #else
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks_per_sm) extern "C" __global__ void __launch_bounds__(threads, blocks_per_sm)
+// For a kernel whose blocks run as clusters of `cluster` along x: CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const ... args) { }
+#define CLUSTER_KERNEL(threads, blocks_per_sm, cluster, name) \
+  extern "C" __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(threads, blocks_per_sm) name
 #define SHARED_MEMORY(type, name) extern __shared__ __align__(1024) u8 cuflash_shared[]; type& name = *reinterpret_cast<type*>(cuflash_shared)
 #endif

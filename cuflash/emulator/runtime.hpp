@@ -1,0 +1,182 @@
+// runtime.hpp - what the emulator's parts share: launches, workers (OS threads), blocks, warps, fibers.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "platform.cuh"
+
+namespace emulated {
+
+constexpr int max_warps = 32;              // of a block
+constexpr int max_positions = 16 * max_warps;   // warps of a cluster
+constexpr u32 slot_bytes = 64;
+constexpr u64 stack_bytes = 128 << 10;
+constexpr u64 guard_bytes = 16 << 10;
+constexpr u32 largest_shared = 256 << 10;
+
+// What Python fills in; the order of fields is that of module.py.
+struct Request {
+  const char* kernel;
+  void (*entry)(void* const* parameters);
+  void* const* parameters;
+  const Buffer* buffers;
+  i64 n_buffers;
+  u32 grid[3];
+  u32 block[3];
+  u32 shared_bytes;
+  u32 cluster;             // blocks of one cluster, along x
+  u64 seed;                // 0: threads in order; odd: one warp runs ahead; even: random
+  u32 late_copies;         // 1: copies land when somebody waits for them, 0: when they are issued
+  u32 late_products;       // 1: wgmma runs when it is waited for
+  u32 n_workers;
+  u32 timeline;            // 1: record events
+  double stall_seconds;    // CPU time a worker may spend without any synchronisation
+};
+
+// One bar of the timeline: what a warp of a block did to an array between two barriers.
+struct Event {
+  u32 block[3];
+  i32 warp;
+  i32 array;               // number of the buffer
+  i32 writes;
+  u32 step;                // barriers the block had passed
+  u32 n_bytes;             // moved
+  i64 low, high;           // touched byte range of the array
+};
+struct Block;
+struct Worker;
+struct AsyncState;
+
+enum class Wait { nothing, barrier, warp, mbarrier, cluster, products, registers, spin };
+
+struct Warp {
+  u32 live, ready, arrived;                // masks of lanes
+  int position;                            // index into the worker's ready set
+  const char* name;                        // of the collective that lanes are gathering for
+  void (*together)(u8* slots);
+  Here where;
+  u32 generation;
+  alignas(64) u8 slots[2][32 * slot_bytes];   // two, so that a fast lane may start the next exchange
+  struct Fiber* lanes[32];
+};
+
+struct Fiber : Thread {
+  jmp_buf context;
+  ucontext_t start;
+  bool started, finished;
+  u8* stack;
+  Worker* worker;
+  Block* block;
+  Warp* warp;
+  Wait wait;
+  Here where;
+  u64 wait_a, wait_b;                      // barrier id and count, or mbarrier address and parity
+};
+
+struct Barrier {
+  int expected, arrived;
+  Here where;
+  u32 waiting[max_warps];
+};
+
+struct Block {
+  Worker* worker;
+  Index3 index;
+  u32 rank;                                // in the cluster
+  int n_threads, n_warps, n_live;
+  u8* shared;                              // largest_shared bytes, 1024-aligned
+  Fiber** fibers;
+  Warp warps[max_warps];
+  Barrier barriers[16];
+  u32 step;                                // barriers passed, the clock of the timeline
+  AsyncState* async;
+};
+
+struct Launch {
+  Request request;
+  std::atomic<u64> next_team{0};
+  std::atomic<u64> teams_done{0};
+  std::atomic<int> workers_left{0};
+  std::atomic<bool> stop{false};
+  u64 n_teams = 0;
+  std::mutex guard;
+  std::condition_variable finished;
+  std::string error;                       // the first one
+  Counters counters = {};                  // summed when a worker ends
+  std::vector<Event> events;
+  std::vector<Worker*> workers;
+  std::vector<std::thread> threads;
+  Launch();
+  ~Launch();
+};
+
+struct Worker {
+  Launch* launch = nullptr;
+  Counters counters;
+  jmp_buf home;
+  std::vector<Fiber*> fibers;              // kept from launch to launch, with their stacks
+  std::vector<Block*> blocks;              // of the running cluster
+  int n_blocks = 0;
+  int n_live = 0;                          // threads that have not left the kernel
+  u64 ready[max_positions / 64];
+  Warp* by_position[max_positions];
+  int n_positions = 0;
+  int cursor = 0;
+  u64 random_state = 1;
+  std::vector<Fiber*> paused;
+  std::atomic<u64> progress{0};
+  std::atomic<bool> timed_out{false};
+  u8* signal_stack = nullptr;
+  pthread_t thread;
+  std::vector<Event> events;
+
+  u64 random() {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+  }
+};
+
+inline Fiber* current() { return static_cast<Fiber*>(self); }
+
+// scheduler.cpp
+void wake(Fiber* fiber);
+void wake_lanes(Worker* worker, Warp* warp, u32 lanes);
+void suspend(Wait wait, Here here);        // returns when somebody has woken this fiber
+[[noreturn]] void go_home(Worker* worker, int why);
+constexpr int home_done = 1, home_failed = 2, home_stopped = 3;
+void run_team(Worker* worker, u64 team);
+
+// sync.cpp
+void lane_left(Fiber* fiber);
+void finish_exchange(Warp* warp);
+
+// async.cpp
+void set_up_async(Block* block);
+bool advance_copies(Worker* worker);       // nobody can run: lets one pending copy land; false when there is none
+void check_exit(Fiber* fiber);             // what a thread must not leave unfinished
+void drop_async(Worker* worker);
+
+std::string describe_mbarrier(Block* block, u64 address);
+
+// trace.cpp
+void trace_step(Block* block);             // the block passed a barrier
+
+// report.cpp
+[[noreturn]] void fail_team(Worker* worker, const std::string& message);
+[[noreturn]] void report_deadlock(Worker* worker);
+std::string describe(const Fiber* fiber, Here here, const std::string& message);
+void catch_signals();
+void release_signals();
+void use_signal_stack(Worker* worker);
+
+}   // namespace emulated
