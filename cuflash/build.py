@@ -32,6 +32,7 @@ DTYPE_NAMES = {0: "f16", 1: "bf16", 2: "f32", 3: "f64"}
 # One lock per key: threads that want the same build wait for one of them to make it.
 _locks: dict[str, threading.Lock] = {}
 _locks_guard = threading.Lock()
+_compilers: set[tuple[int, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -253,12 +254,13 @@ def compile(job: Job, directory: Path | None = None) -> Build:
     text = expand(job.file, directory=directory)
     options = options_of(job)
     version = nvrtc_version()
-    key = hashlib.sha256("\0".join([text, *options, str(version)]).encode()).hexdigest()
+    content = hashlib.sha256("\0".join([text, *options]).encode()).hexdigest()
+    key = hashlib.sha256(f"{content}\0{version}".encode()).hexdigest()
     stem = stem_of(job, key)
     with _locks_guard:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
-        entry = cache.find(stem, key)
+        entry = cache.brought(content) or cache.find(stem, key)
         if entry is None:
             start = time.perf_counter()
             image, compiler_log = _run_nvrtc(job, text, options)
@@ -268,6 +270,7 @@ def compile(job: Job, directory: Path | None = None) -> Build:
                 "params": dict(job.params),
                 "options": options,
                 "nvrtc": list(version),
+                "content": content,
                 "source": hashlib.sha256(strip_comments(text).encode()).hexdigest(),
                 "seconds": round(time.perf_counter() - start, 3),
                 **parse_log(compiler_log),
@@ -277,8 +280,14 @@ def compile(job: Job, directory: Path | None = None) -> Build:
             log.debug("build: %s in %.2f s", entry.path.name, report["seconds"])
             for warning in report["warnings"]:
                 log.warning("build: %s: %s", entry.path.name, warning)
+    _compilers.add(tuple(entry.report["nvrtc"]))
     entries = {name: Resources(**numbers) for name, numbers in entry.report["entries"].items()}
     return Build(entry.path, entries, tuple(entry.report["warnings"]), entry.report)
+
+
+def compilers() -> list[str]:
+    """Versions of NVRTC that made the builds this process has asked for."""
+    return [".".join(map(str, version)) for version in sorted(_compilers)]
 
 
 def compile_all(

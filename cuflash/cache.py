@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("cuflash")
+_brought: dict[str, Entry] = {}
 SUFFIXES = (".cubin", ".ptx", ".so")
 
 
@@ -52,6 +53,26 @@ def temporary_directory() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="cuflash-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def bring(folder: str | Path) -> int:
+    """Prefer the builds of another cache folder, whatever version of NVRTC made them; returns how many.
+
+    A build is taken when the source text and the options are those asked for.  For this process only.
+    """
+    _brought.clear()
+    for path in sorted(Path(folder).glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            report = json.loads(path.read_text())
+            build = path.with_name(report["file"])
+            if report["sha256"] == _sha(build.read_bytes()):
+                _brought[report["content"]] = Entry(build, report)
+    return len(_brought)
+
+
+def brought(content: str) -> Entry | None:
+    """The build of this text and these options among those brought along, or None."""
+    return _brought.get(content)
 
 
 def find(stem: str, key: str) -> Entry | None:

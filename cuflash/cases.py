@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.arrays import numpy_dtype
 from cuflash.errors import CuflashError
-
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+from cuflash.problem import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,6 @@ class Case:
     quick: bool = False
     dlse: bool = False
     packed: bool = False
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a name of DTYPES."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def wide(dtype: str) -> np.dtype:

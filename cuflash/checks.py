@@ -17,9 +17,11 @@ import numpy as np
 
 import cuflash
 from cuflash import rows
-from cuflash.cases import DTYPES, Case, find, make, numpy_dtype, wide
+from cuflash.arrays import numpy_dtype
+from cuflash.cases import Case, find, make, wide
 from cuflash.errors import CuflashError
 from cuflash.judge import Verdict, judge, to_numpy
+from cuflash.problem import FLOAT_DTYPES
 
 NUMPY = "numpy"  # the row that is no kernel: tiled.py
 FLOAT32_JUDGED = ("lse", "dsink", "dalibi_slopes")  # whatever the input dtype
@@ -165,11 +167,11 @@ def task(
     xp: Any = np,
 ) -> Task:
     """The task for a command line; unknown names are errors in words."""
-    unknown = [name for name in dtypes or () if name not in DTYPES]
+    unknown = [name for name in dtypes or () if name not in FLOAT_DTYPES]
     if unknown:
-        raise CuflashError(f"check: unknown dtype {', '.join(unknown)}; known: {', '.join(DTYPES)}.")
+        raise CuflashError(f"check: unknown dtype {', '.join(unknown)}; known: {', '.join(FLOAT_DTYPES)}.")
     forward, backward = select(asked, xp)
-    return Task(forward, backward, tuple(find(case_names, quick)), tuple(dtypes or DTYPES), xp, quick)
+    return Task(forward, backward, tuple(find(case_names, quick)), tuple(dtypes or FLOAT_DTYPES), xp, quick)
 
 
 def run(task: Task, progress: Callable[[Line, int, int], None] | None = None) -> Report:
@@ -205,7 +207,7 @@ class Expected:
         self.forward = tuple(self._forward_of(path) for path in self.paths())
 
     def paths(self) -> tuple[Any, Any, Any]:
-        """The reference, the baseline of the dtype, and the one that lse and gradients per head are held to."""
+        """The reference, the baseline of the dtype, and the one for lse and gradients per head."""
         reference = cuflash.reference
         return reference, reference.unfused(self.dtype), reference.unfused(self.accumulator)
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 import cuflash
+from cuflash import devices
+from cuflash.arrays import numpy_dtype
 from cuflash.encoder import INSTALL_WEIGHTS, Encoder, find_weights
 from cuflash.errors import CuflashError
 
@@ -78,36 +80,15 @@ def nearest(sentences: Sequence[str], embeddings: np.ndarray) -> list[Neighbour]
 
 def array_module(device: str) -> tuple[Any, str]:
     """("auto" | "cpu" | "gpu") -> the module numpy or cupy, and words for where it runs."""
-    if device != "cpu":
-        name = gpu_name()
-        if name is not None:
-            import cupy
+    if device not in ("auto", "cpu", "gpu"):
+        raise CuflashError(f"device is {device!r}; needs auto, cpu or gpu.")
+    if device == "cpu" or (device == "auto" and devices.gpu_count() == 0):
+        return np, devices.HOST.label
+    if devices.gpu_count() == 0:
+        raise CuflashError("no GPU was found; `cuflash info` says why. Run it with --device cpu.")
+    import cupy
 
-            return cupy, f"{name} (CuPy)"
-        if device == "gpu":
-            raise CuflashError("demo: no GPU was found; `cuflash info` says why. Run it with --device cpu.")
-    return np, "CPU (NumPy)"
-
-
-def gpu_name() -> str | None:
-    """Name of CUDA device 0, None when there is no CuPy or no device."""
-    try:
-        import cupy
-
-        if cupy.cuda.runtime.getDeviceCount() == 0:
-            return None
-        return cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    except Exception:  # a missing module, driver or library: each has its own class, all mean "no GPU here"
-        return None
-
-
-def attention_dtype(name: str) -> Any:
-    """None for float32 (the weights' own), else the NumPy dtype of that name."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return ml_dtypes.bfloat16
-    return None if name == "float32" else np.dtype(name)
+    return cupy, devices.find(None).label
 
 
 def run(sentences: Sequence[str] = SENTENCES, device: str = "auto", dtype: str = "float32") -> Result:
@@ -123,7 +104,7 @@ def run(sentences: Sequence[str] = SENTENCES, device: str = "auto", dtype: str =
     if dtype not in LIMITS:
         raise CuflashError(f"demo: dtype is {dtype!r}; needs one of {', '.join(LIMITS)}.")
     xp, where = array_module(device)
-    encoder = Encoder.load(find_weights(), xp, attention_dtype(dtype))
+    encoder = Encoder.load(find_weights(), xp, None if dtype == "float32" else numpy_dtype(dtype))
     ids, lengths = encoder.tokenizer.batch(sentences, encoder.max_length)
     to_host(encoder.embed_ids(ids, lengths))  # compiles, loads and warms up
     start = time.perf_counter()
