@@ -300,7 +300,7 @@ class BlockMask:
         return self._wider
 
     def on_device(self, xp: Any) -> tuple[Any, Any]:
-        """(indptr, indices) as arrays of xp, numpy or cupy; a device copy is made once, complete on return."""
+        """(indptr, indices) as arrays of xp, numpy or cupy; a device copy is made once, and complete."""
         if xp is np:
             return self.indptr, self.indices
         device = xp.cuda.Device().id

@@ -22,6 +22,12 @@ DEFAULTS: dict[str, Any] = dict(
 )  # fmt: skip
 _EXTRA: dict[str, Any] = dict(return_lse=False, deterministic=False, out=None, grads=None)
 _ALL = DEFAULTS | _EXTRA
+# those of _EXTRA that a function has
+_EXTRA_OF = {
+    "attention": ("return_lse", "out"),
+    "attention_backward": ("deterministic", "grads"),
+    "attention_vjp": ("return_lse", "deterministic"),
+}
 
 # what other libraries call it
 _ALIASES = dict(
@@ -42,41 +48,47 @@ _PLANNED = {
     "differentiating the gradients again": ("double_backward", "create_graph"),
 }
 
-_LARGEST = 1 << 62  # positions are 64-bit in the kernels; sums of two of them must fit
+# positions are 64-bit in the kernels, and an offset plus a window must fit; no offset undoes _UNBOUNDED
+_LARGEST_OFFSET = 1 << 60
+_UNBOUNDED = 1 << 61
 
 
 def known(call: Call, options: dict[str, Any]) -> dict[str, Any]:
     """All options with their defaults; a name that is no option is refused with the one that may be meant."""
+    takes = (*DEFAULTS, *_EXTRA_OF.get(call.where, _EXTRA))
     for name in options:
-        if name in _ALL:
+        if name in takes:
             continue
+        if name in _EXTRA:
+            call.fail(f"there is no option {name}= here", f"Options: {', '.join(takes)}.")
         for what, names in _PLANNED.items():
             if name in names:
                 call.fail(f"{name}=: {what} is planned, not there yet", "Leave it out.")
-        close = difflib.get_close_matches(name, _ALL, n=1)
+        close = difflib.get_close_matches(name, takes, n=1)
         meant = _ALIASES.get(name) or (f"{close[0]}=" if close else None)
         call.fail(
             f"there is no option {name}=",
-            f"cuflash calls it {meant}" if meant else f"Options: {', '.join(_ALL)}",
+            f"cuflash calls it {meant}" if meant else f"Options: {', '.join(takes)}.",
         )
     options = _ALL | options
     for name in ("causal", "return_lse", "deterministic"):
         value = options[name]
         if value is not True and value is not False and not isinstance(value, np.bool_):
             call.fail(f"{name} is {value!r}", f"{name} is True or False.")
-    kernel = options["kernel"]
-    if not (kernel is None or isinstance(kernel, str)):
-        pair = (
-            isinstance(kernel, tuple)
-            and len(kernel) == 2
-            and all(k is None or isinstance(k, str) for k in kernel)
-        )
-        if not (pair and call.where == "attention_vjp"):
-            do = "a pair (forward, backward) of them" if call.where == "attention_vjp" else "None"
-            call.fail(f"kernel is {kernel!r}", f"kernel is a row's name or {do}.")
+    _check_kernel(call, options["kernel"])
     if not (options["progress"] is None or callable(options["progress"])):
         call.fail(f"progress is {options['progress']!r}", "progress is a function of (done, total).")
     return options
+
+
+def _check_kernel(call: Call, kernel: Any) -> None:
+    """A row's name or None; `attention_vjp` takes a pair of them.  plan.py knows the names."""
+    names, do = (kernel,), "kernel is a row's name, see cuflash.explain, or None."
+    if call.where == "attention_vjp" and kernel is not None:
+        names = kernel if isinstance(kernel, tuple) and len(kernel) == 2 else (0,)
+        do = "kernel is (forward, backward): a row's name or None each."
+    if not all(name is None or isinstance(name, str) for name in names):
+        call.fail(f"kernel is {kernel!r}", do)
 
 
 def is_packed(call: Call, options: dict[str, Any]) -> bool:
@@ -172,14 +184,14 @@ def _number(call: Call, name: str, value: Any, dtype: str, meaning: str) -> floa
     return number
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _whole(call: Call, name: str, value: Any, meaning: str) -> int | None:
     if value is None:
         return None
-    if (
-        isinstance(value, (bool, np.bool_))
-        or not isinstance(value, (int, np.integer))
-        or abs(int(value)) > _LARGEST
-    ):
+    if not _is_whole(value) or abs(int(value)) > _LARGEST_OFFSET:
         call.fail(f"{name} is {value!r}", f"{name} is {meaning}.")
     return int(value)
 
@@ -187,20 +199,17 @@ def _whole(call: Call, name: str, value: Any, meaning: str) -> int | None:
 def _window(call: Call, value: Any) -> tuple[int | None, int | None]:
     if value is None:
         return (None, None)
-    do = "window is (left, right): how many keys before and after its position a query sees; None is all."
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        call.fail(f"window is {value!r}", do)
+        call.fail(
+            f"window is {value!r}",
+            "window is (left, right): how many keys before and after its position a query sees; None is all.",
+        )
     sides = []
     for side, n in zip(("left", "right"), value, strict=True):
-        whole = n is None or (
-            isinstance(n, (int, np.integer)) and not isinstance(n, bool) and int(n) <= _LARGEST
-        )
-        if not whole or (n is not None and n < 0):
-            call.fail(
-                f"window {tuple(value)!r} has {side} {n!r}",
-                f"{side} is a whole number from 0, or None for unbounded.",
-            )
-        sides.append(None if n is None else int(n))
+        if n is not None and (not _is_whole(n) or n < 0):
+            do = f"{side} is a whole number from 0, or None for unbounded."
+            call.fail(f"window {tuple(value)!r} has {side} {n!r}", do)
+        sides.append(None if n is None or n >= _UNBOUNDED else int(n))
     return sides[0], sides[1]
 
 
@@ -260,14 +269,12 @@ def dropout(call: Call, value: Any, device: Any) -> tuple[float | None, Any, tup
 
 
 def _is_shift(shift: tuple) -> bool:
-    return len(shift) == 4 and all(
-        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < 1 << 32 for n in shift
-    )
+    return len(shift) == 4 and all(_is_whole(n) and 0 <= n < 1 << 32 for n in shift)
 
 
 def _seed(call: Call, seed: Any, device: Any) -> Any:
     do = "The seed is a whole number from 0 to 2^64 - 1, or a uint64 device array without axes."
-    if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
+    if _is_whole(seed):
         if not 0 <= seed < 1 << 64:
             call.fail(f"dropout has the seed {seed}", do)
         return int(seed)

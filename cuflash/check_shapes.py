@@ -146,14 +146,14 @@ def check_scores(call: Call, packed: bool, longest_q: int, longest_k: int) -> No
     for name in ("bias", "mask"):
         if name not in call.arrays:
             continue
-        for axis, (label, n) in enumerate(zip(call.axes[name], call.arrays[name].shape, strict=True)):
+        for at, (label, n) in enumerate(zip(call.axes[name], call.arrays[name].shape, strict=True)):
             if n in (1, scores[label]) or (packed and label.startswith("len") and n > scores[label]):
                 continue
             source = "of the longest sequence" if packed else "from q and k"
+            got = ", ".join(f"{axis} {size}" for axis, size in scores.items())
             longer = ", or, along a length, more" if packed else ""
             call.fail(
                 f"{name} does not broadcast to the scores",
                 f"Give {name} a shape whose every axis is 1 or the scores' length{longer}.",
-                show=(name, "scores (" + ", ".join(f"{a} {size}" for a, size in scores.items()) + f") {source}"),
-                mark=((name, axis),),
+                show=(name, f"scores ({got}) {source}"), mark=((name, at),),
             )  # fmt: skip

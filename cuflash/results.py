@@ -1,0 +1,93 @@
+"""What a call returns: shapes and dtypes, new arrays for it, and views in the caller's axis order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cuflash.arrays import numpy_dtype
+from cuflash.problem import Operands, Problem
+
+_SWAPPED = ("out", "dq", "dk", "dv")  # laid out as (batch, heads, len, dim) under layout="bhsd"
+
+
+class Gradients(NamedTuple):
+    """What `attention_backward` and vjp return; None where there is nothing to differentiate.
+
+    | field | shape | dtype |
+    |---|---|---|
+    | dq, dk, dv | those of q, k, v | out_dtype, by default that of q |
+    | dbias | that of bias, summed over its broadcast axes | that of bias |
+    | dsink | (heads,) | float32, float64 with float64 inputs |
+    | dalibi_slopes | that of alibi_slopes | float32, float64 with float64 inputs |
+
+    As grads= of `attention_backward` it holds the arrays to write; fields that are None are allocated.
+    """
+
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dbias: Any = None
+    dsink: Any = None
+    dalibi_slopes: Any = None
+
+
+def shape_and_dtype(problem: Problem, name: str) -> tuple[tuple[int, ...], str]:
+    """Canonical shape (see Operands) and dtype of one result: "out", "lse" or a gradient."""
+    p, batch = problem, 1 if problem.packed else problem.batch
+    if name == "out":
+        return (batch, p.len_q, p.heads, p.head_dim_v), p.out_dtype
+    if name == "lse":
+        return (batch, p.heads, p.len_q), p.accumulator
+    if name == "dq":
+        return (batch, p.len_q, p.heads, p.head_dim), p.out_dtype
+    if name in ("dk", "dv"):
+        return (batch, p.len_k, p.heads_k, p.head_dim if name == "dk" else p.head_dim_v), p.out_dtype
+    argument = p.spec(name[1:])
+    return argument.shape, argument.dtype
+
+
+def allocate(problem: Problem, name: str, xp: Any) -> Any:
+    """A new array for one result, C-contiguous in the caller's axis order, as a canonical view; unfilled."""
+    shape, dtype = shape_and_dtype(problem, name)
+    if problem.layout == "bhsd" and name in _SWAPPED:
+        batch, length, heads, dim = shape
+        return xp.empty((batch, heads, length, dim), numpy_dtype(dtype)).swapaxes(1, 2)
+    return xp.empty(shape, numpy_dtype(dtype))
+
+
+def allocate_missing(problem: Problem, operands: Operands, xp: Any) -> None:
+    """Give every result that the caller brings no array for a new one, in operands."""
+    if problem.direction == "forward":
+        for name in ("out", "lse"):
+            if getattr(operands, name) is None:
+                setattr(operands, name, allocate(problem, name, xp))
+    else:
+        for name in problem.gradients:
+            if name not in operands.grads:
+                operands.grads[name] = allocate(problem, name, xp)
+
+
+def in_layout(problem: Problem, name: str, array: Any) -> Any:
+    """A canonical view in the caller's axis order: no copy."""
+    if problem.packed and name in (*_SWAPPED, "lse"):
+        return array[0]
+    if problem.layout == "bhsd" and name in _SWAPPED:
+        return array.swapaxes(1, 2)
+    return array
+
+
+def gradients(problem: Problem, found: dict[str, Any], arguments: dict[str, Any], targets: Any) -> Gradients:
+    """Gradients in the caller's axis order; a field the caller gave an array for is that array.
+
+    found: canonical arrays by name; arguments: the options, with bias and alibi_slopes; targets: grads=.
+    """
+    given = targets if isinstance(targets, dict) else targets._asdict() if targets is not None else {}
+    fields = {}
+    for name in problem.gradients:
+        if given.get(name) is not None:
+            fields[name] = given[name]
+        elif name in ("dbias", "dalibi_slopes"):
+            fields[name] = found[name].reshape(tuple(arguments[name[1:]].shape))
+        else:
+            fields[name] = in_layout(problem, name, found[name])
+    return Gradients(**fields)
