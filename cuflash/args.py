@@ -28,6 +28,8 @@ TENSORS = {"Q": "q", "K": "k", "V": "v", "O": "out", "dO": "dout", "dQ": "dq", "
 PER_ROW = {"lse": "lse", "dlse": "dlse"}
 SCORES = {"bias": "bias", "mask": "mask", "dbias": "dbias"}
 PER_HEAD = {"alibi": "alibi_slopes", "dalibi": "dalibi_slopes", "sink": "sink", "dsink": "dsink"}
+# Fields of Args that describe a slot of the workspace with the same name: per row, or a tensor in canonical axes.
+SLOTS = ("delta", "lse_log2", "dQ_sum", "dK_sum", "dV_sum")
 LENGTHS = ("query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
 
 

@@ -78,7 +78,7 @@ class Tile:
 class Slot:
     """One array of the workspace.  Its address is Args.workspace[index of the slot in the row's list].
 
-    A slot named like a PerRow or Tensor field of Args ("delta", "dQ") fills that field too, C-contiguous.
+    A slot named in args.SLOTS ("delta", "dQ_sum") fills that field of Args too, C-contiguous.
     zero: set to zero bytes before the first launch.
     """
 

@@ -12,7 +12,8 @@ struct Tensor {
   i64 vector_bytes;
 };
 
-// One number per query row: lse, dlse, delta.  (batch, heads, len_q), strides in elements.
+// One number per query row: lse, dlse; of the workspace delta = rowsum(dO * O) - dlse and lse_log2 = lse * log2(e), +inf
+// for a row that attends to nothing.  (batch, heads, len_q), strides in elements.
 struct PerRow {
   void* data;
   i64 batch;
@@ -63,9 +64,13 @@ struct Args {
   Tensor dQ;
   Tensor dK;
   Tensor dV;
+  Tensor dQ_sum;
+  Tensor dK_sum;
+  Tensor dV_sum;
   PerRow lse;
   PerRow dlse;
   PerRow delta;
+  PerRow lse_log2;
   Scores bias;
   Scores mask;
   Scores dbias;

@@ -66,7 +66,8 @@ constexpr int block_kv = CUFLASH_BLOCK_KV;
 constexpr bool has_sink = CUFLASH_SINK;
 constexpr bool has_dropout = CUFLASH_DROPOUT;
 constexpr bool has_dlse = CUFLASH_DLSE;
-constexpr bool wants_dbias = CUFLASH_DBIAS;
+constexpr int dbias_case = CUFLASH_DBIAS;               // 0 none; 1 an entry per score; 2 queries are summed; 3 keys are summed; 4 heads or batches are
+constexpr bool wants_dbias = dbias_case != 0;
 constexpr bool wants_dsink = CUFLASH_DSINK;
 constexpr bool wants_dalibi = CUFLASH_DALIBI;
 constexpr bool deterministic = CUFLASH_DETERMINISTIC;
