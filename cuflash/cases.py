@@ -15,7 +15,6 @@ import numpy as np
 
 from cuflash.arrays import numpy_dtype
 from cuflash.errors import CuflashError
-from cuflash.problem import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)
@@ -126,6 +125,16 @@ def _last_axis(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _large(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """q sixteen times larger: scores of some dozens, where exp overflows without the running maximum."""
     return {**arrays, "q": arrays["q"] * np.asarray(16, arrays["q"].dtype)}
+
+
+# Options of the command line that take an array.
+DRAW = {
+    "alibi_slopes": _slopes,
+    "bias": _bias(0, 1, 2, 3),
+    "mask": _mask,
+    "sink": _sink,
+    "key_lengths": _lengths("key"),
+}
 
 
 def cases(quick: bool = False) -> list[Case]:

@@ -9,19 +9,23 @@ memory full of NaN, and the two must agree bit for bit; gradients are written in
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 import cuflash
-from cuflash import rows
-from cuflash.arrays import numpy_dtype
+from cuflash import build, plan, rows
+from cuflash.arrays import numpy_dtype, spec
 from cuflash.cases import Case, find, make, wide
+from cuflash.check import check
 from cuflash.errors import CuflashError
 from cuflash.judge import Verdict, judge, to_numpy
-from cuflash.problem import FLOAT_DTYPES
+from cuflash.problem import FLOAT_DTYPES, Problem
 
 NUMPY = "numpy"  # the row that is no kernel: tiled.py
 FLOAT32_JUDGED = ("lse", "dsink", "dalibi_slopes")  # whatever the input dtype
@@ -55,7 +59,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Task:
-    """What to run: rows of each direction, cases, dtypes, and the module (numpy, cupy) whose arrays go in."""
+    """What to run: rows of each direction, cases, dtypes, and the module whose arrays go in.
+
+    xp is numpy or cupy, or None for a task that is only compiled, for a GPU elsewhere.
+    """
 
     forward: tuple[str, ...]
     backward: tuple[str, ...]
@@ -189,6 +196,43 @@ def run(task: Task, progress: Callable[[Line, int, int], None] | None = None) ->
     return report
 
 
+def jobs(task: Task, device: Any) -> list[build.Job]:
+    """Every build that the task's kernels need on a device of devices.py, once.  Nothing is computed."""
+    plans = []
+    for case in task.cases:
+        for dtype in task.dtypes:
+            for direction, names in (("forward", task.forward), ("backward", task.backward)):
+                problem = problem_of(case, dtype, direction)
+                for name in names:
+                    with contextlib.suppress(CuflashError):  # a row that refuses needs no build
+                        plans.append(plan.make(problem, device, name))
+    lengths = build.Job("pass_lengths", (), build.target_of(device.arch))
+    return [*plan.jobs(plans), lengths]
+
+
+def problem_of(case: Case, dtype: str, direction: str) -> Problem:
+    """The Problem of a case as it is on a GPU: arrays there start at a multiple of 256 bytes."""
+    arrays, options = make(case, dtype)
+    lengths = [name for name in options if "lengths" in name or "seqlens" in name]
+    specs = {name: spec_of(value) for name, value in options.items() if isinstance(value, np.ndarray)}
+    options = {**options, **{name: value for name, value in specs.items() if name not in lengths}}
+    given = {name: spec_of(value) for name, value in arrays.items()}
+    if direction == "forward":
+        return check(direction, {name: given[name] for name in "qkv"}, options, specs=True)[0]
+    out_dtype = options.get("out_dtype") or dtype
+    dout = arrays["dout"]
+    given["out"] = spec(dout.shape, out_dtype)
+    axes = dout.shape[:-1]
+    lse = axes if options.get("layout") == "bhsd" else (*axes[:-2], axes[-1], axes[-2])
+    given["lse"] = spec(lse, str(wide(dtype)))
+    return check(direction, given, options, specs=True)[0]
+
+
+def spec_of(array: np.ndarray) -> Any:
+    """Shape, dtype and strides in elements."""
+    return spec(array.shape, array.dtype.name, tuple(stride // array.itemsize for stride in array.strides))
+
+
 class Expected:
     """A case drawn in one dtype, with what the reference and the baselines say of it.
 
@@ -209,7 +253,10 @@ class Expected:
     def paths(self) -> tuple[Any, Any, Any]:
         """The reference, the baseline of the dtype, and the one for lse and gradients per head."""
         reference = cuflash.reference
-        return reference, reference.unfused(self.dtype), reference.unfused(self.accumulator)
+        exact = reference.LONGDOUBLE if self.dtype == "float64" else reference.FLOAT64
+        functions = {name: getattr(reference, name) for name in ("attention", "attention_backward")}
+        best = SimpleNamespace(**{name: partial(f, arithmetic=exact) for name, f in functions.items()})
+        return best, reference.unfused(self.dtype), reference.unfused(self.accumulator)
 
     def _forward_of(self, path: Any) -> dict[str, Any]:
         out, lse = path.attention(*self.qkv, **self.options, return_lse=True)
