@@ -26,12 +26,14 @@ the same mathematics as a plain library computes it in dtype: the error that a k
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from cuflash import results
 from cuflash.arrays import module_of
 from cuflash.check import check
 from cuflash.philox import dropout_keep
@@ -68,13 +70,12 @@ def attention(
     options |= {"return_lse": return_lse, "out": out}
     problem, operands = check("forward", {"q": q, "k": k, "v": v}, options)
     O, lse = forward(problem, operands, arithmetic, rows)
-    O, lse = in_layout(problem, "out", O), in_layout(problem, "lse", lse)
+    for target, value in ((operands.out, O), (operands.lse, lse)):
+        if target is not None:
+            target[...] = value
     if out is not None:
-        targets = (out,) if not isinstance(out, tuple | list) else out
-        for target, value in zip(targets, (O, lse), strict=False):
-            if target is not None:
-                target[...] = value
         return out
+    O, lse = results.in_layout(problem, "out", O), results.in_layout(problem, "lse", lse)
     return (O, lse) if return_lse else O
 
 
@@ -98,7 +99,9 @@ def attention_backward(
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     problem, operands = check("backward", arrays, options)
     found = backward(problem, operands, arithmetic, rows, keys)
-    return to_gradients(problem, options, found, grads)
+    for name, target in operands.grads.items():
+        target[...] = found[name]
+    return results.gradients(replace(problem, gradients=tuple(found)), found, options, grads)
 
 
 def attention_vjp(
@@ -113,7 +116,7 @@ def attention_vjp(
     options |= {"deterministic": deterministic}
     problem, operands = check("forward", {"q": q, "k": k, "v": v}, options, where="attention_vjp")
     O, lse = forward(problem, operands, arithmetic)
-    out, saved_lse = in_layout(problem, "out", O), in_layout(problem, "lse", lse)
+    out, saved_lse = results.in_layout(problem, "out", O), results.in_layout(problem, "lse", lse)
 
     def vjp(dout: Any, dlse: Any = None) -> Any:
         arrays = {"dout": dout, "q": q, "k": k, "v": v, "dlse": dlse}
@@ -121,7 +124,7 @@ def attention_vjp(
         arrays |= {"out": out.astype(problem.accumulator), "lse": saved_lse.astype(problem.accumulator)}
         again, with_results = check("backward", arrays, options, where="vjp")
         with_results.out, with_results.lse = O, lse
-        return to_gradients(again, options, backward(again, with_results, arithmetic))
+        return results.gradients(again, backward(again, with_results, arithmetic), options, None)
 
     return (out, saved_lse, vjp) if return_lse else (out, vjp)
 
@@ -328,32 +331,6 @@ def result_dtype(problem: Problem, arithmetic: Arithmetic) -> str | None:
     if problem.out_dtype == problem.dtype and arithmetic.rounds_to != "tf32":
         return arithmetic.rounds_to
     return problem.out_dtype
-
-
-def in_layout(problem: Problem, name: str, array: Any) -> Any:
-    """A canonical array in the caller's axis order."""
-    if problem.packed:
-        return array[0]
-    if problem.layout == "bhsd" and name in ("out", "dq", "dk", "dv"):
-        return module_of(array).ascontiguousarray(array.swapaxes(1, 2))
-    return array
-
-
-def to_gradients(problem: Problem, options: dict, found: dict[str, Any], targets: Any = None) -> Any:
-    """Gradients in the caller's axis order, written to targets where given."""
-    from cuflash.attention import Gradients
-
-    fields = {}
-    for name, array in found.items():
-        if name in ("dq", "dk", "dv"):
-            fields[name] = in_layout(problem, name, array)
-        else:
-            fields[name] = array.reshape(options[name[1:]].shape)
-        target = getattr(targets, name, None)
-        if target is not None:
-            target[...] = fields[name]
-            fields[name] = target
-    return Gradients(**fields)
 
 
 def to_host(array: Any) -> np.ndarray:

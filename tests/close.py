@@ -1,10 +1,21 @@
-"""The one comparison of the tests: the rule of cuflash/judge.py, as an assertion."""
+"""The one comparison of the tests: the rule of cuflash/judge.py, as an assertion.
+
+    check_close("dq", dq, reference, baseline)        one array
+    judge = Judge(call)                               all results of a call of problems.py
+    judge.forward(out, lse)
+    out, lse = judge.saved()                          what a forward gives, for tests of a backward alone
+    judge.backward(gradients, out, lse)
+"""
 
 from __future__ import annotations
 
+import numpy as np
+
+from cuflash import reference
+from cuflash.check import check
 from cuflash.judge import AXES, judge, kind_of, limit_of, to_numpy
 
-__all__ = ["AXES", "check_close", "kind_of", "limit_of", "to_numpy"]
+__all__ = ["AXES", "Judge", "check_close", "kind_of", "limit_of", "to_numpy"]
 
 
 def check_close(name, result, reference, baselines, *, accumulator="float32", may_be_nan=None, axes=None):
@@ -18,3 +29,133 @@ def check_close(name, result, reference, baselines, *, accumulator="float32", ma
     if not verdict.passed:
         raise AssertionError(verdict.message)
     return verdict
+
+
+class Judge:
+    """The reference and the baselines of one Call, made when first asked for, on the host.
+
+    The backward is judged as a function of the out and lse it is given: pass those that the tested
+    backward got. Gradients that the result leaves None are not looked at, except that dq, dk and dv must
+    be there.
+    """
+
+    # lse and sums over rows are accumulated in float32 whatever the dtype, and judged so
+    FLOAT32_RESULTS = ("lse", "delta", "dsink", "dalibi_slopes")
+
+    def __init__(self, call):
+        self.call = call
+        self.dtype = call.build.dtype
+        self.accumulator = "float64" if self.dtype == "float64" else "float32"
+        self.exact = reference.LONGDOUBLE if self.dtype == "float64" else reference.FLOAT64
+        n_products = call.q.size * call.k.shape[-2 if call.options.get("layout") == "bhsd" else -3]
+        # few numbers have few errors, and one draw of them may be lucky: more draws of a small problem
+        self.n_draws = int(np.clip(2**24 // max(n_products, 1), 2, 12))
+        self._forward = None
+
+    def baselines(self, dtype):
+        """The unfused baseline in dtype, and draws of it with other roundings."""
+        dtype = self.call.options.get("precision") or dtype if dtype == "float32" else dtype
+        noises = [None, *(np.random.default_rng(n) for n in range(self.n_draws - 1))]
+        return [reference.unfused(dtype, noise) for noise in noises]
+
+    def expected_forward(self):
+        """{"out": (reference, baselines), "lse": ...}"""
+        if self._forward is None:
+            call = self.call
+            arrays, options = (call.q, call.k, call.v), call.options | {"return_lse": True}
+            exact = reference.attention(*arrays, **options, arithmetic=self.exact)
+            drawn = [b.attention(*arrays, **options) for b in self.baselines(self.dtype)]
+            in_float32 = [b.attention(*arrays, **options) for b in self.baselines(self.accumulator)]
+            outs, lses = [out for out, _ in drawn], [lse for _, lse in in_float32]
+            self._forward = {"out": (exact[0], outs), "lse": (exact[1], lses)}
+        return self._forward
+
+    def expected_backward(self, out, lse):
+        """{name: (reference, baselines)} of the gradients for these out and lse."""
+        call = self.call
+        arrays = (call.dout, call.q, call.k, call.v, to_numpy(out), to_numpy(lse))
+        options = call.options | {"dlse": call.dlse}
+        exact = reference.attention_backward(*arrays, **options, arithmetic=self.exact)
+        drawn = [b.attention_backward(*arrays, **options) for b in self.baselines(self.dtype)]
+        in_float32 = [b.attention_backward(*arrays, **options) for b in self.baselines(self.accumulator)]
+        expected = {}
+        for name, array in exact._asdict().items():
+            if array is not None:
+                baselines = in_float32 if name in self.FLOAT32_RESULTS else drawn
+                expected[name] = (array, [getattr(gradients, name) for gradients in baselines])
+        return expected
+
+    def saved(self):
+        """(out, lse) as a perfect forward would round them, in the dtypes the call's backward gets."""
+        from problems import NUMPY_DTYPES
+
+        build = self.call.build
+        dtype = build.dtype if build.out_dtype == "same" else build.out_dtype
+        dtype = dtype if build.dout_dtype == "same" else build.dout_dtype
+        with np.errstate(over="ignore"):
+            out = self.expected_forward()["out"][0].astype(NUMPY_DTYPES[dtype])
+            return out, self.expected_forward()["lse"][0].astype(self.accumulator)
+
+    def forward(self, out, lse=None):
+        """Raise AssertionError unless out (and lse) pass."""
+        may_be_nan = nan_allowed(self.call)
+        for name, result in (("out", out), ("lse", lse)):
+            if result is not None:
+                self.one(name, result, *self.expected_forward()[name], may_be_nan)
+
+    def backward(self, gradients, out, lse):
+        """Raise AssertionError unless every gradient passes; out and lse are those the backward was given."""
+        may_be_nan = nan_allowed(self.call)
+        gradients = gradients._asdict()
+        for name, (exact, baselines) in self.expected_backward(out, lse).items():
+            if gradients[name] is None:
+                raise AssertionError(f"{name} is None")
+            self.one(name, gradients[name], exact, baselines, may_be_nan)
+
+    def one(self, name, result, exact, baselines, may_be_nan):
+        axes = "batch head i d" if self.call.options.get("layout") == "bhsd" and name not in AXES else None
+        try:
+            check_close(
+                name, result, exact, baselines,
+                accumulator=self.accumulator, may_be_nan=may_be_nan.get(name), axes=axes,
+            )  # fmt: skip
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n  in {self.call}") from None
+
+
+def nan_allowed(call):
+    """Where contract item 8 lets a kernel give NaN: {"out" | "dq" | "dk" | "dv" | "dbias": bool array}.
+
+    out and dq of a (sequence, head) in which any existing row of K or V is not finite; dk, dv and dbias
+    of one in which any existing row of Q or dO is not.  (Rows to which such a row is visible are judged
+    by the reference.)
+    """
+    problem, operands = check("forward", {"q": call.q, "k": call.k, "v": call.v}, call.options)
+    dout = call.dout[None] if problem.packed else call.dout
+    dout = dout.swapaxes(1, 2) if problem.layout == "bhsd" else dout
+    batch = operands.q.shape[0]
+    rows = np.zeros((batch, problem.len_q, problem.heads, 1), bool)
+    keys = np.zeros((batch, problem.len_k, problem.heads_k, 1), bool)
+    planes = np.zeros((problem.batch, problem.heads, 1, 1), bool)
+    for sequence, h in reference.every_head(problem, operands):
+        b, h_k = sequence.array_b, h // problem.group
+        q_rows = slice(sequence.q_start, sequence.q_start + sequence.len_q)
+        k_rows = slice(sequence.k_start, sequence.k_start + sequence.len_k)
+        k_bad, v_bad = (not_finite(x[b, k_rows, h_k]) for x in (operands.k, operands.v))
+        q_bad, dout_bad = (not_finite(x[b, q_rows, h]) for x in (operands.q, dout))
+        rows[b, q_rows, h] |= k_bad | v_bad
+        keys[b, k_rows, h_k] |= q_bad | dout_bad
+        planes[sequence.b, h] = q_bad | dout_bad
+
+    allowed = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
+    allowed = {name: reference.results.in_layout(problem, name, array) for name, array in allowed.items()}
+    if operands.bias is not None:
+        for axis in (0, 1):
+            if operands.bias.shape[axis] == 1:
+                planes = planes.any(axis=axis, keepdims=True)
+        allowed["dbias"] = np.broadcast_to(planes, operands.bias.shape).reshape(call.options["bias"].shape)
+    return allowed
+
+
+def not_finite(x):
+    return not np.isfinite(x.astype("float64")).all()

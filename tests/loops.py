@@ -1,5 +1,5 @@
-"""Attention by dumb loops over single numbers, from nothing but the words of the contract: what test_reference
-compares the specification with.  It shares no code with the package except the dropout words."""
+"""Attention by dumb loops over single numbers, from the words of the contract alone: what test_reference
+compares the specification with.  Only the dropout words come from the package."""
 
 import math
 
@@ -57,7 +57,7 @@ def score(options, q_row, k_row, b, h, i, j, offset):
 
 
 def attention(q, k, v, **options):
-    """(out, lse) in float64: q (batch, len_q, heads, head_dim) or (tokens, heads, head_dim), finite inputs."""
+    """(out, lse) in float64: q (batch, len_q, heads, head_dim) or (tokens, heads, head_dim)."""
     packed = "cu_seqlens_q" in options
     if options.get("layout") == "bhsd":
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))

@@ -25,7 +25,7 @@ import cuflash
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 HEAD_DIMS = (64, 1, 8, 40, 96, 128, 200, 256, 320)
 # around the edges of tiles of 32, 64 and 128 rows
-LENGTHS = (33, 0, 1, 2, 17, 31, 32, 63, 64, 65, 127, 128, 129, 191, 200)
+LENGTHS = (33, 1, 2, 5, 9, 16, 17, 31, 32, 63, 64, 65, 127, 128, 129, 191, 200, 0)
 NUMPY_DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in DTYPES}
 
 
@@ -203,8 +203,8 @@ class Sizes:
 
 def draw_sizes(pick, build, max_length, max_scores):
     lengths = tuple(n for n in LENGTHS if n <= max_length)
-    batch = pick("batch", (1, 2, 3, 1, 2, 0))
-    heads_k = pick("heads_k", (1, 2, 3, 1, 2, 0))
+    batch = pick("batch", (1, 2, 3, 1, 2, 3, 1, 2, 2, 0))
+    heads_k = pick("heads_k", (1, 2, 3, 1, 2, 3, 1, 2, 2, 0))
     heads = heads_k * pick("group", (1, 2, 4, 1))
     head_dim_v = build.head_dim
     if build.head_dim_v == "other":
@@ -241,9 +241,9 @@ def draw_options(pick, rng, build, sizes, extreme):
     if build.causal:
         options["causal"] = True
     if build.window:
-        edges = (None, 0, 1, 17, 70)
+        edges = (None, 17, 70, 1, 0)
         options["window"] = (pick("window left", edges), pick("window right", edges))
-    offset = pick("query_offset", (None, None, 0, 3, -5, keys, -rows - 1))
+    offset = pick("query_offset", (None, None, None, 0, 0, 3, -5, keys, -rows - 1))
     if offset is not None:
         options["query_offset"] = offset
     if build.softcap:
@@ -257,7 +257,7 @@ def draw_options(pick, rng, build, sizes, extreme):
             bias[rng.random(bias.shape) < 0.3] = -np.inf
         options["bias"] = bias.astype(dtype if build.bias == "same" else np.float32)
     if build.mask:
-        kept = pick("kept", (0.7, 0.03, 1.0))
+        kept = pick("kept", (0.7, 0.9, 0.05))
         options["mask"] = rng.random(draw_broadcast(pick, "mask", scores_shape)) < kept
     if build.block_mask:
         options["block_mask"] = draw_block_mask(pick, rng, build.block_mask, sizes)
@@ -296,7 +296,7 @@ def draw_block_mask(pick, rng, block, sizes):
     batch = pick("block mask batch", (1, sizes.batch))
     heads = pick("block mask heads", (1, sizes.heads))
     shape = (batch, heads, -(-rows // block[0]), -(-keys // block[1]))
-    dense = rng.random(shape) < pick("blocks kept", (0.5, 0.9, 0.0))
+    dense = rng.random(shape) < pick("blocks kept", (0.7, 0.9, 0.6, 0.9, 0.0))
     counts = np.concatenate([[0], dense.sum(-1).ravel()]).cumsum()
     starts = np.arange(batch * heads).reshape(batch, heads, 1) * shape[2] + np.arange(shape[2] + 1)
     indices = np.nonzero(dense)[3]
