@@ -7,8 +7,7 @@ from typing import Any
 from cuflash import arrays as arrays_
 from cuflash.arrays import SPEC
 from cuflash.messages import Call
-
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes")
+from cuflash.results import Gradients
 
 
 def take(call: Call, direction: str, options: dict[str, Any], specs: bool) -> dict[str, Any]:
@@ -38,12 +37,11 @@ def take(call: Call, direction: str, options: dict[str, Any], specs: bool) -> di
 
 
 def _gradients(call: Call, grads: Any) -> dict[str, Any]:
-    fields = grads if isinstance(grads, dict) else getattr(grads, "_asdict", dict)()
-    if not fields or any(name not in GRADIENTS for name in fields):
+    if not isinstance(grads, Gradients):
         call.fail(
-            f"grads is a {type(grads).__name__}", f"grads= is a cuflash.Gradients of {', '.join(GRADIENTS)}."
+            f"grads is a {type(grads).__name__}", "grads= is a cuflash.Gradients; its arrays are written."
         )
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in grads._asdict().items() if value is not None}
     for name in given:
         if name not in ("dq", "dk", "dv") and name[1:] not in call.arrays:
             call.fail(f"grads has {name}, the call has no {name[1:]}", f"Leave {name} None.")

@@ -76,18 +76,24 @@ def in_layout(problem: Problem, name: str, array: Any) -> Any:
     return array
 
 
-def gradients(problem: Problem, found: dict[str, Any], arguments: dict[str, Any], targets: Any) -> Gradients:
-    """Gradients in the caller's axis order; a field the caller gave an array for is that array.
+def gradients(problem: Problem, found: dict[str, Any], options: dict[str, Any], grads: Any) -> Gradients:
+    """Gradients in the caller's axis order, from canonical arrays by name; options hold bias and alibi_slopes.
 
-    found: canonical arrays by name; arguments: the options, with bias and alibi_slopes; targets: grads=.
+    A field for which grads, the caller's Gradients or None, has an array is that array.
     """
-    given = targets if isinstance(targets, dict) else targets._asdict() if targets is not None else {}
+    found = {name: in_layout(problem, name, array) for name, array in found.items()}
+    return as_fields(problem, found, options, grads)
+
+
+def as_fields(problem: Problem, found: dict[str, Any], options: dict[str, Any], grads: Any) -> Gradients:
+    """`gradients` from arrays that are in the caller's axis order; dbias and dalibi_slopes in any shape."""
     fields = {}
     for name in problem.gradients:
-        if given.get(name) is not None:
-            fields[name] = given[name]
+        given = getattr(grads, name, None)
+        if given is not None:
+            fields[name] = given
         elif name in ("dbias", "dalibi_slopes"):
-            fields[name] = found[name].reshape(tuple(arguments[name[1:]].shape))
+            fields[name] = found[name].reshape(tuple(options[name[1:]].shape))
         else:
-            fields[name] = in_layout(problem, name, found[name])
+            fields[name] = found[name]
     return Gradients(**fields)
