@@ -1,0 +1,162 @@
+"""Attention over a whole set of keys from attention over its parts, and gradients back to the parts.
+
+Each part attends to its own keys; parts share no key and together hold all of them.  A part's lse says
+how much of the softmax it holds:
+
+    lse = log sum_part exp(lse_part)        w_part = exp(lse_part - lse)        out = sum_part w_part out_part
+
+A sink belongs to exactly one part.  With dropout every part needs the shift of its first key, so that it
+draws its piece of the whole mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuflash import arrays as arrays_
+from cuflash.errors import CuflashError
+from cuflash.messages import device_text
+from cuflash.problem import FLOAT_DTYPES
+
+
+def merge(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bshd") -> tuple[Any, Any]:
+    """(out, lse) of the whole from those of its parts.
+
+    | argument | shape of each part, default layout | meaning |
+    |---|---|---|
+    | outs | (batch, len_q, heads, head_dim_v) | outputs of any float dtype (float32 loses least) |
+    | lses | (batch, heads, len_q) | natural log-sum-exp of the scores, float32 or float64 |
+    | layout | | "bshd", or "bhsd" for outs (batch, heads, len_q, head_dim_v) |
+
+    Packed parts are (tokens, heads, head_dim_v) and (heads, tokens).  Any number of parts from 1, in any
+    order: the order changes no more than rounding.
+
+    Returns out and lse in float32, in float64 where an lse is float64.
+
+        >>> parts = [attention(q, k[:, j:j + 512], v[:, j:j + 512], return_lse=True) for j in (0, 512)]
+        >>> out, lse = merge(*zip(*parts))          # = attention(q, k, v) of all 1024 keys
+        >>> merge([out, out_of_sink_part], [lse, lse_of_sink_part])       # merged again
+
+    A row that is empty in one part (lse -inf) takes nothing from it; empty in all, it is out 0, lse -inf.
+    NaN and +inf of a lse propagate as NaN.
+
+    Raises CuflashError when parts are missing or differ in shape or device.
+    """
+    outs, lses, xp = _parts("merge", list(outs), list(lses), layout)
+    dtype = _accumulator(lses)
+    with np.errstate(all="ignore"):
+        lse = _log_sum_exp(xp, [part.astype(dtype) for part in lses])
+        out = None
+        for part, lse_part in zip(outs, lses, strict=True):
+            weighted = _weighted(xp, _weight(xp, lse_part.astype(dtype), lse, layout), part.astype(dtype))
+            out = weighted if out is None else out + weighted
+    return out, lse
+
+
+def merge_backward(
+    dout: Any, dlse: Any, outs: Sequence[Any], lses: Sequence[Any], out: Any, lse: Any, *,
+    layout: str = "bshd",
+) -> tuple[list[Any], list[Any]]:  # fmt: skip
+    """(douts, dlses): gradients of the parts' results, each ready for `attention_backward` of its part.
+
+    | argument | shape, default layout | meaning |
+    |---|---|---|
+    | dout | (batch, len_q, heads, head_dim_v) | gradient of merge's out; any float dtype |
+    | dlse | (batch, heads, len_q) | gradient of merge's lse, or None for 0 |
+    | outs, lses | | the parts, as given to `merge` |
+    | out, lse | | what `merge` returned |
+
+        dout_part = w dout          dlse_part = w (dlse + dout . (out_part - out))          w =
+        exp(lse_part - lse)
+
+    Returns two lists with one array a part, float32, float64 where an lse is float64.
+
+        >>> douts, dlses = merge_backward(dout, None, outs, lses, out, lse)
+        >>> attention_backward(douts[0], q, k[:, :512], v[:, :512], outs[0], lses[0], dlse=dlses[0]).dk
+
+    dq, and the gradients of sink, bias and slopes that parts share, are the sums over the parts.  A row
+    that is empty in a part gets 0 there.  Raises CuflashError as `merge` does.
+    """
+    outs, lses = [*outs, out, dout], [*lses, lse, lse if dlse is None else dlse]
+    outs, lses, xp = _parts("merge_backward", outs, lses, layout)
+    dtype = _accumulator(lses)
+    *outs, out, dout = (array.astype(dtype) for array in outs)
+    *lses, lse, given_dlse = (array.astype(dtype) for array in lses)
+    dlse = xp.zeros_like(lse) if dlse is None else given_dlse
+    douts, dlses = [], []
+    with np.errstate(all="ignore"):
+        for part, lse_part in zip(outs, lses, strict=True):
+            w = _weight(xp, lse_part, lse, layout)
+            douts.append(_weighted(xp, w, dout))
+            towards = (dout * (part - out)).sum(axis=-1)  # how the output moves as this part's weight grows
+            towards = towards if layout == "bhsd" else towards.swapaxes(-1, -2)
+            dlses.append(_weighted(xp, _weight(xp, lse_part, lse), dlse + towards))
+    return douts, dlses
+
+
+def _log_sum_exp(xp: Any, lses: list[Any]) -> Any:
+    """log of the sum of exp over a list of arrays; -inf where all are."""
+    m = lses[0]
+    for part in lses[1:]:
+        m = xp.maximum(m, part)
+    m = xp.where(xp.isneginf(m), 0, m)
+    total = xp.exp(lses[0] - m)
+    for part in lses[1:]:
+        total = total + xp.exp(part - m)
+    return m + xp.log(total)
+
+
+def _weight(xp: Any, lse_part: Any, lse: Any, layout: str | None = None) -> Any:
+    """exp(lse_part - lse), 0 where the part is empty; with a layout, on the axes of out in it."""
+    w = xp.where(xp.isneginf(lse_part), 0, xp.exp(lse_part - lse)).astype(lse.dtype)
+    if layout is None:
+        return w
+    return (w if layout == "bhsd" else w.swapaxes(-1, -2))[..., None]
+
+
+def _weighted(xp: Any, w: Any, values: Any) -> Any:
+    """w * values, 0 where w is 0: a row that is empty in a part takes nothing from it, NaN included."""
+    return xp.where(w == 0, 0, w * values).astype(values.dtype)
+
+
+def _accumulator(lses: list[Any]) -> str:
+    return "float64" if any(part.dtype == np.float64 for part in lses) else "float32"
+
+
+def _parts(where: str, outs: list, lses: list, layout: str) -> tuple[list, list, Any]:
+    """The parts as NumPy or CuPy arrays of one shape on one device, and that module."""
+    if layout not in ("bshd", "bhsd"):
+        raise CuflashError(f'{where}: layout is {layout!r}\n  Give "bshd" or "bhsd".')
+    if not outs or len(outs) != len(lses):
+        raise CuflashError(f"{where}: {len(outs)} outs, {len(lses)} lses\n  Give one out and one lse a part.")
+    found: dict[str, list] = {"out": [], "lse": []}
+    devices = set()
+    for name, values in (("out", outs), ("lse", lses)):
+        for number, value in enumerate(values):
+            try:
+                array, device = arrays_.convert(value)
+            except TypeError as error:
+                raise CuflashError(f"{where}: {name} of part {number} {error}\n  Give an array.") from None
+            if array.dtype.name not in FLOAT_DTYPES:
+                raise CuflashError(
+                    f"{where}: {name} of part {number} is {array.dtype.name}\n"
+                    f"  Give one of {', '.join(FLOAT_DTYPES)}."
+                )
+            found[name].append(array)
+            devices.add(device)
+    if len(devices) > 1:
+        names = ", ".join(sorted(device_text(device) for device in devices))
+        raise CuflashError(f"{where}: parts on several devices: {names}\n  Bring all parts to one device.")
+    shape = found["out"][0].shape
+    rows = shape[:-1] if layout == "bhsd" else (*shape[:-3], *shape[-3:-1][::-1])
+    for number, (out, lse) in enumerate(zip(found["out"], found["lse"], strict=True)):
+        if out.shape != shape or lse.shape != rows or len(shape) not in (3, 4):
+            raise CuflashError(
+                f"{where}: part {number} has out {out.shape} and lse {lse.shape}; part 0 has out {shape}\n"
+                "  All parts need one shape: out (batch, len_q, heads, head_dim_v), lse (batch, heads, len_q); "
+                "packed\n  out (tokens, heads, head_dim_v), lse (heads, tokens)."
+            )
+    return found["out"], found["lse"], arrays_.module_of(found["out"][0])
