@@ -18,7 +18,8 @@ from cuflash.problem import Operands, Problem
 UNBOUNDED = 1 << 61  # = positions.cuh: a window side of None; query_offset is clamped to it
 BROADCAST = 1 << 62  # = args.cuh: rows or cols of a score array along a broadcast axis
 _SCALARS = {
-    "u8": "u1", "u16": "u2", "u32": "u4", "u64": "u8", "i32": "i4", "i64": "i8", "float": "f4", "double": "f8",
+    "u8": "u1", "u16": "u2", "u32": "u4", "u64": "u8", "i32": "i4", "i64": "i8",
+    "float": "f4", "double": "f8",
 }  # fmt: skip
 _STRUCT = re.compile(r"struct\s+(?:alignas\((\d+)\)\s+)?(\w+)\s*\{(.*?)\};", re.S)
 _FIELD = re.compile(r"^(?:const\s+)?(\w+)\s*(\*?)\s*(\w+)(?:\[(\d+)\])?$")
@@ -28,9 +29,13 @@ TENSORS = {"Q": "q", "K": "k", "V": "v", "O": "out", "dO": "dout", "dQ": "dq", "
 PER_ROW = {"lse": "lse", "dlse": "dlse"}
 SCORES = {"bias": "bias", "mask": "mask", "dbias": "dbias"}
 PER_HEAD = {"alibi": "alibi_slopes", "dalibi": "dalibi_slopes", "sink": "sink", "dsink": "dsink"}
-# Fields of Args that describe a slot of the workspace with the same name: per row, or a tensor in canonical axes.
-SLOTS = ("delta", "lse_log2", "dQ_sum", "dK_sum", "dV_sum")
 LENGTHS = ("query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
+# Fields that describe a slot of the workspace of the same name, in canonical axes.
+TENSOR_SLOTS = ("dQ_sum", "dK_sum", "dV_sum")
+PER_ROW_SLOTS = ("delta", "lse_log2")
+SLOTS = (*TENSOR_SLOTS, *PER_ROW_SLOTS)
+OPERANDS = TENSORS | PER_ROW | SCORES | PER_HEAD | {name: name for name in LENGTHS}
+_FIELD_OF = {name: field for field, name in OPERANDS.items()} | {name: name for name in SLOTS}
 
 
 def parse(text: str) -> dict[str, np.dtype]:
@@ -97,26 +102,16 @@ def record_of(problem: Problem, operands: Operands) -> np.ndarray:
         record["dropout_scale"] = 1.0 / (1.0 - problem.dropout)
         for name, shift in zip(("batch0", "head0", "i0", "j0"), operands.counter_shift, strict=True):
             record[f"dropout_{name}"] = shift
-    for field, name in TENSORS.items():
-        fill_tensor(record[field], operand(operands, name))
-    for field, name in PER_ROW.items():
-        fill_per_row(record[field], operand(operands, name))
-    for field, name in SCORES.items():
-        _fill_scores(record[field], operand(operands, name))
-    for field, name in PER_HEAD.items():
-        _fill_per_head(record[field], operand(operands, name))
-    for name in LENGTHS:
+    for name in OPERANDS.values():
         array = operand(operands, name)
         if array is not None:
-            record[name]["stride"], record[name]["bytes"] = strides_of(array)[0], array.itemsize
+            fill(record, name, array)
     return record
 
 
 def operand(operands: Operands, name: str) -> Any:
     """An array of the call by name, gradients included; None when it is not there."""
-    if name in ("dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes"):
-        return operands.grads.get(name)
-    return getattr(operands, name)
+    return getattr(operands, name) if hasattr(operands, name) else operands.grads.get(name)
 
 
 def dropout_threshold(p: float) -> int:
@@ -124,39 +119,26 @@ def dropout_threshold(p: float) -> int:
     return min(round(p * 2**32), 2**32 - 1)
 
 
-def fill_tensor(field: np.ndarray, array: Any) -> None:
-    """(batch, len, heads, dim) -> batch, row, head strides and how wide loads may be."""
-    if array is None:
-        return
-    batch, row, head, _ = strides_of(array)
-    field["batch"], field["row"], field["head"] = batch, row, head
-    steps = [s for s, n in zip(array.strides[:3], array.shape[:3], strict=True) if n > 1]
-    vector = array.shape[3] * array.itemsize
-    is_whole = all(s % 16 == 0 for s in (*steps, vector)) and address(array) % 16 == 0
-    field["vector_bytes"] = 16 if is_whole else 0
-
-
-def fill_per_row(field: np.ndarray, array: Any) -> None:
-    """(batch, heads, len_q) -> three strides."""
-    if array is not None:
-        field["batch"], field["head"], field["row"] = strides_of(array)
-
-
-def _fill_scores(field: np.ndarray, array: Any) -> None:
-    if array is None:
-        return
-    steps = [0 if n == 1 else s for s, n in zip(strides_of(array), array.shape, strict=True)]
-    field["batch"], field["head"], field["row"], field["col"] = steps
-    field["rows"] = BROADCAST if array.shape[2] == 1 else array.shape[2]
-    field["cols"] = BROADCAST if array.shape[3] == 1 else array.shape[3]
-
-
-def _fill_per_head(field: np.ndarray, array: Any) -> None:
-    if array is None:
-        return
-    steps = [0 if n == 1 else s for s, n in zip(strides_of(array), array.shape, strict=True)]
-    field["head"] = steps[-1]
-    field["batch"] = steps[0] if array.ndim == 2 else 0
+def fill(record: np.ndarray, name: str, array: Any) -> None:
+    """Strides and sizes of one operand or result, a canonical view, into its field of Args."""
+    field = record[_FIELD_OF[name]]
+    strides = [0 if n == 1 else s for s, n in zip(strides_of(array), array.shape, strict=True)]
+    if name in TENSORS.values() or name in TENSOR_SLOTS:
+        field["batch"], field["row"], field["head"] = strides[:3]
+        steps = [s * array.itemsize for s in strides[:3]]
+        is_whole = all(n % 16 == 0 for n in (*steps, array.shape[3] * array.itemsize, address(array)))
+        field["vector_bytes"] = 16 if is_whole else 0
+    elif name in PER_ROW.values() or name in PER_ROW_SLOTS:
+        field["batch"], field["head"], field["row"] = strides
+    elif name in SCORES.values():
+        field["batch"], field["head"], field["row"], field["col"] = strides
+        field["rows"] = BROADCAST if array.shape[2] == 1 else array.shape[2]
+        field["cols"] = BROADCAST if array.shape[3] == 1 else array.shape[3]
+    elif name in PER_HEAD.values():
+        field["batch"] = strides[0] if array.ndim == 2 else 0
+        field["head"] = strides[-1]
+    else:
+        field["stride"], field["bytes"] = strides_of(array)[0], array.itemsize
 
 
 def address(array: Any) -> int:

@@ -255,6 +255,10 @@ def consider(problem: Problem, device: Device, row: Row) -> Plan | Refusal:
             f"has no tile for head_dim {problem.head_dim}, head_dim_v {problem.head_dim_v}", "head_dim"
         )
     tile, params = found
+    sizes: dict[str, set[int]] = {}
+    for step in row.steps:
+        if step.when(problem):
+            sizes.setdefault(step.file, set()).add(step.smem(params))
     launches = []
     for step in row.steps:
         if not step.when(problem):
@@ -264,21 +268,23 @@ def consider(problem: Problem, device: Device, row: Row) -> Plan | Refusal:
             continue
         if any(n > most for n, most in zip(grid, MAX_GRID, strict=True)):
             return Refusal(f"would need {grid} blocks, CUDA takes {MAX_GRID}", "shape")
-        launches.append(_launch(row, step, params, grid, device))
+        launches.append(_launch(row, step, params, grid, device, sizes[step.file]))
     own = row.workspace(problem, params)
     slots = (*own, *(copy.slot for copy in copies), *_length_slots(problem))
     return Plan(problem, device, row, tile, tuple(launches), slots, len(own), copies, {}, False)
 
 
-def _launch(row: Row, step: Step, params: Params, grid: tuple[int, int, int], device: Device) -> Launch:
-    smem_bytes = step.smem(params)
+def _launch(
+    row: Row, step: Step, params: Params, grid: tuple[int, int, int], device: Device, sizes: set[int]
+) -> Launch:
+    """sizes: shared bytes of the steps in this step's file; different ones are not asserted there (-1)."""
     mine = {name: value for name, value in params.items() if step.uses is None or name in step.uses}
     unused = {name: -1 if name == "BIAS_DTYPE" else 0 for name in params if name not in mine}
-    mine |= {**unused, "SMEM_BYTES": smem_bytes, "ARGS_BYTES": args.args_bytes()}
-    threads = step.threads or 32 * params["N_WARPS"]
-    return Launch(
-        step, tuple(sorted(mine.items())), grid, (threads, 1, 1), smem_bytes, device.arch, row.exact_arch
-    )
+    mine |= unused
+    mine |= {"SMEM_BYTES": max(sizes) if len(sizes) == 1 else -1, "ARGS_BYTES": args.args_bytes()}
+    block = (step.threads or 32 * params["N_WARPS"], 1, 1)
+    smem_bytes = step.smem(params)
+    return Launch(step, tuple(sorted(mine.items())), grid, block, smem_bytes, device.arch, row.exact_arch)
 
 
 def params_of(problem: Problem, row: Row, tile: Tile) -> Params:

@@ -1,0 +1,382 @@
+"""Plan and arrays -> outputs: fill one Args struct, start the kernels on the current stream, never wait.
+
+A call goes two ways.  run(plan, operands) prepares a call and makes it.  A prepared call remembers everything
+but the addresses: the next call with the same shapes, strides, dtypes and options only fills in pointers and
+launches (`key`, `cached`, the call).  attention.py tries that way first:
+
+    key = launch.key("forward", arrays, options)      # arrays in launch.ORDER, None where there is none
+    call = launch.cached(key, arrays)
+    if call is not None:
+        return call(arrays, seed)                     # name -> result, in the caller's axis order
+    ... check, plan, run ...
+    launch.remember(key, plan, operands)              # keeps only what the fast way can repeat
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from cuflash import args, backends
+from cuflash.arrays import numpy_dtype
+from cuflash.errors import CuflashError
+from cuflash.plan import Plan
+from cuflash.problem import Operands, Problem
+
+log = logging.getLogger("cuflash")
+MAX_PREPARED = 4096  # prepared calls kept; at more, all are forgotten
+
+# The arrays of a call in the order that key, cached and prepared calls take them.
+ORDER = (
+    "q", "k", "v", "out", "lse", "dout", "dlse", "bias", "mask", "alibi_slopes", "sink",
+    "query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k",
+    "dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes", "workspace", "seed",
+)  # fmt: skip
+_POSITION = {name: position for position, name in enumerate(ORDER)}
+_FIELDS = {name: f"{field}.data" for field, name in args.OPERANDS.items()} | {"seed": "seed_pointer"}
+_WORKSPACE = _POSITION["workspace"]
+_prepared: dict[Any, Prepared] = {}
+
+
+def run(plan: Plan, operands: Operands) -> dict[str, Any]:
+    """Run a plan on its operands: name -> result in canonical axis order (problem.Operands).
+
+    forward: out, lse.  backward: the problem's gradients.  Results that operands bring along are written in
+    place; new ones are C-contiguous in the problem's layout.
+    """
+    if plan.device.kind == "host":
+        from cuflash import tiled
+
+        if plan.problem.direction == "forward":
+            return dict(zip(("out", "lse"), tiled.forward(plan.problem, operands), strict=True))
+        return tiled.backward(plan.problem, operands)
+    call = Prepared(plan, operands)
+    arrays = [_array(operands, name) for name in ORDER]
+    results = call(arrays, operands.seed if isinstance(operands.seed, int) else 0, operands)
+    given = {name for name in results if arrays[_POSITION[name]] is not None}
+    return {
+        name: array if name in given else canonical(plan.problem, name, array)
+        for name, array in results.items()
+    }
+
+
+def key(direction: str, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a prepared call depends on; None when an array is not a plain cupy.ndarray.
+
+    arrays: the caller's, in ORDER.  options: every other argument, hashable; dropout without its seed.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return None
+    plain = cupy.ndarray
+    parts: list[Any] = [direction, options]
+    for array in arrays:
+        if array is None:
+            parts.append(None)
+        elif type(array) is plain:
+            memory = array.data
+            parts.append((array.shape, array.strides, array.dtype.char, memory.ptr & 15, memory.device_id))
+        else:
+            return None
+    return tuple(parts)
+
+
+def cached(key: tuple[Any, ...] | None, arrays: tuple[Any, ...]) -> Prepared | None:
+    """The prepared call of a key, or None: unknown, unhashable, or a result would overlap another array."""
+    if key is None:
+        return None
+    try:
+        call = _prepared.get(key)
+    except TypeError:  # an option that cannot be hashed: check.py says what is wrong with it
+        return None
+    if call is None or (call.written and call.overlaps(arrays)):
+        return None
+    return call
+
+
+def remember(key: tuple[Any, ...] | None, plan: Plan, operands: Operands) -> None:
+    """Keep a prepared call for the next one with the same key, when nothing but addresses can change."""
+    if key is None or plan.device.kind != "cuda" or plan.copies or _host_lengths(operands):
+        return
+    call = Prepared(plan, operands)
+    if len(_prepared) >= MAX_PREPARED:
+        _prepared.clear()
+    _prepared[key] = call
+
+
+def forget() -> None:
+    """Drop every prepared call (after a kernel was edited in a running process)."""
+    _prepared.clear()
+
+
+def outputs_of(problem: Problem) -> tuple[str, ...]:
+    """Names of the results, in the order of the public functions."""
+    return ("out", "lse") if problem.direction == "forward" else problem.gradients
+
+
+class Prepared:
+    """A plan bound to shapes and strides: everything of a call but the addresses.  Thread-safe.
+
+    call(arrays, seed), arrays in ORDER -> {name: result in the caller's axis order}.
+    """
+
+    def __init__(self, plan: Plan, operands: Operands) -> None:
+        self.plan = plan
+        self.backend = backends.of(plan.device)
+        self._lock = threading.Lock()
+        self._loaded = [self.backend.load(launch) for launch in plan.launches]
+        self._names = outputs_of(plan.problem)
+        given = [_array(operands, name) for name in ORDER]
+        self._written = [_POSITION[name] for name in self._names if given[_POSITION[name]] is not None]
+        self.written = bool(self._written) or operands.workspace is not None
+        self._extents = [_extent(array) for array in given]
+        self._inputs = [
+            (position, args.offset_of(_FIELDS[name]) // 8)
+            for position, name in enumerate(ORDER)
+            if given[position] is not None and name in _FIELDS
+        ]
+        self._new = [
+            (name, shape_of(plan.problem, name, operands), numpy_dtype(dtype_of(plan.problem, name)))
+            for name in self._names
+            if given[_POSITION[name]] is None
+        ]
+        self._words = {name: args.offset_of(field) // 8 for name, field in _FIELDS.items()}
+        self._seed_word = args.offset_of("seed") // 8
+        self._slot_words = self._words_of_slots()
+        self._zeroed = [
+            (offset, slot.n_bytes)
+            for offset, slot in zip(plan.offsets, plan.slots, strict=True)
+            if slot.zero and slot.n_bytes
+        ]
+        self._args = backends.ArgsBuffer(bytearray(self._template(operands).tobytes()))
+        self._blocks = self._set_blocks(operands)
+        self._line = _line(plan)
+
+    def __call__(self, arrays: Any, seed: int = 0, operands: Operands | None = None) -> dict[str, Any]:
+        """operands: the canonical views, where copies or host lengths may be needed; None on the fast way."""
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", self._line)
+        if self.backend.is_current():
+            return self._run(arrays, seed, operands)
+        with self.backend.device:
+            return self._run(arrays, seed, operands)
+
+    def overlaps(self, arrays: Any) -> bool:
+        """Whether a result or the workspace shares memory with another array, by the bounds of addresses."""
+        spans = [
+            (array.data.ptr + low, array.data.ptr + high) if array is not None and low < high else None
+            for array, (low, high) in zip(arrays, self._extents, strict=True)
+        ]
+        for position in (*self._written, _WORKSPACE):
+            mine = spans[position]
+            for other, span in enumerate(spans):
+                if mine and span and other != position and mine[0] < span[1] and span[0] < mine[1]:
+                    return True
+        return False
+
+    def _run(self, arrays: Any, seed: int, operands: Operands | None) -> dict[str, Any]:
+        backend, plan, pointer = self.backend, self.plan, self.backend.pointer
+        results = {name: backend.empty(shape, dtype) for name, shape, dtype in self._new}
+        if self._written:
+            results = {
+                name: results[name] if name in results else arrays[_POSITION[name]] for name in self._names
+            }
+        if not plan.launches:
+            return self._fill_empty(results)
+        words = self._args.words
+        with self._lock:
+            for position, word in self._inputs:
+                words[word] = pointer(arrays[position])
+            for name, _, _ in self._new:
+                words[self._words[name]] = pointer(results[name])
+            words[self._seed_word] = seed
+            slots: list[Any] = []
+            if plan.slots:
+                workspace = self._workspace(arrays[_WORKSPACE])
+                start = pointer(workspace)
+                for word, offset in self._slot_words:
+                    words[word] = start + offset
+                for offset, n_bytes in self._zeroed:
+                    backend.zero(start + offset, n_bytes)
+                if operands is not None:
+                    slots = self._slots(workspace)
+                    self._stage(operands, slots)
+            if plan.device.kind == "emulated":
+                buffers = self._buffers(arrays, results, slots)
+                backend.launch_all(self._loaded, self._args, buffers, operands and operands.progress)
+            else:
+                backend.launch_all(self._loaded, self._args)
+        if plan.copies and operands is not None:
+            for number, copy in enumerate(plan.copies, plan.n_row_slots):
+                if copy.back:
+                    backend.copy(slots[number], args.operand(operands, copy.name))
+        return results
+
+    def _fill_empty(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Nothing to launch: what results hold then (no query rows, no batch or no heads)."""
+        for name, array in results.items():
+            array[...] = -np.inf if name == "lse" else 0
+        return results
+
+    def _workspace(self, given: Any) -> Any:
+        """plan.workspace_bytes of uint8: the caller's, or new."""
+        wanted, backend = self.plan.workspace_bytes, self.backend
+        if given is None:
+            return backend.empty((wanted,), np.dtype(np.uint8))
+        if given.nbytes < wanted:
+            raise CuflashError(
+                f"workspace has {given.nbytes} bytes, this call needs {wanted}\n"
+                "  cuflash.explain(...).workspace_bytes says how many a call needs."
+            )
+        if backend.pointer(given) % 16:
+            raise CuflashError(
+                "workspace does not start on a multiple of 16 bytes\n  Give a whole allocation."
+            )
+        return given
+
+    def _words_of_slots(self) -> list[tuple[int, int]]:
+        """(word of Args, offset in the workspace) of the row's slots."""
+        base, found = args.offset_of("workspace") // 8, []
+        for index, slot in enumerate(self.plan.slots[: self.plan.n_row_slots]):
+            if slot.n_bytes:
+                found.append((base + index, self.plan.offsets[index]))
+                if slot.name in args.SLOTS:
+                    found.append((args.offset_of(f"{slot.name}.data") // 8, self.plan.offsets[index]))
+        return found
+
+    def _slots(self, workspace: Any) -> list[Any]:
+        """The workspace as arrays."""
+        slots = []
+        for offset, slot in zip(self.plan.offsets, self.plan.slots, strict=True):
+            piece = workspace[offset : offset + slot.n_bytes]
+            slots.append(piece.view(numpy_dtype(slot.dtype)).reshape(slot.shape))
+        return slots
+
+    def _template(self, operands: Operands) -> np.ndarray:
+        """Args without addresses: strides of operands, copies, slots, and results still to be made."""
+        plan = self.plan
+        record = args.record_of(plan.problem, operands)
+        for name, shape, dtype in self._new:
+            args.fill(record, name, canonical(plan.problem, name, _hollow(shape, dtype)))
+        for copy in plan.copies:
+            args.fill(record, copy.name, _hollow(copy.slot.shape, numpy_dtype(copy.slot.dtype)))
+        for slot in plan.slots[: plan.n_row_slots]:
+            if slot.name in args.SLOTS:
+                args.fill(record, slot.name, _hollow(slot.shape, numpy_dtype(slot.dtype)))
+        for name in _host_lengths(operands):
+            args.fill(record, name, np.empty(1, np.int64))
+        return record
+
+    def _set_blocks(self, operands: Operands) -> dict[str, Any]:
+        """The block mask's rows, and in the backward its columns, put where kernels read them."""
+        mask, found = operands.block_mask, {}
+        if mask is None:
+            return found
+        masks = {"blocks": mask}
+        if self.plan.problem.direction == "backward":
+            masks["blocks_of_key"] = mask.transpose()
+        for field, one in masks.items():
+            indptr, indices = self.backend.blocks(one)
+            batch, heads, n = indptr.shape
+            word = args.offset_of(field) // 8
+            steps = (0 if batch == 1 else heads * n, 0 if heads == 1 else n)
+            for number, value in enumerate(
+                (self.backend.pointer(indptr), self.backend.pointer(indices), *steps)
+            ):
+                self._args.words[word + number] = value
+            found |= {f"{field}.indptr": indptr, f"{field}.indices": indices}
+        return found
+
+    def _stage(self, operands: Operands, slots: list[Any]) -> None:
+        """Copy what the kernel cannot address, and lengths that live on the host, into the workspace."""
+        words, backend = self._args.words, self.backend
+        for number, copy in enumerate(self.plan.copies, self.plan.n_row_slots):
+            if not copy.back:
+                backend.copy(args.operand(operands, copy.name), slots[number])
+            words[self._words[copy.name]] = backend.pointer(slots[number])
+        place = {slot.name: index for index, slot in enumerate(self.plan.slots)}
+        for name in _host_lengths(operands):
+            values = np.ascontiguousarray(getattr(operands, name), np.int64)
+            backend.copy_lengths(values, slots[place[name]])
+            words[self._words[name]] = backend.pointer(slots[place[name]])
+
+    def _buffers(self, arrays: Any, results: dict[str, Any], slots: list[Any]) -> dict[str, Any]:
+        """Every array that a kernel may touch, by name, for the emulator."""
+        named = {name: array for name, array in zip(ORDER, arrays, strict=True) if array is not None}
+        named.pop("workspace", None)
+        replaced = {copy.name for copy in self.plan.copies}
+        for described, slot in zip(self.plan.slots, slots, strict=True):
+            if slot.size:
+                name = described.name
+                named[name if name in replaced or name in args.LENGTHS else f"workspace.{name}"] = slot
+        return results | named | self._blocks
+
+
+def canonical(problem: Problem, name: str, array: Any) -> Any:
+    """A new result in the caller's axis order -> canonical order, a view."""
+    if problem.packed and name in ("out", "dq", "dk", "dv", "lse"):
+        return array[None]
+    if problem.layout == "bhsd" and name in ("out", "dq", "dk", "dv"):
+        return array.transpose(0, 2, 1, 3)
+    return array
+
+
+def shape_of(problem: Problem, name: str, operands: Operands) -> tuple[int, ...]:
+    """Shape of a new result in the caller's axis order; dbias and dalibi_slopes in canonical order."""
+    is_query = name in ("out", "dq", "lse")
+    length = problem.len_q if is_query else problem.len_k
+    heads = problem.heads if is_query else problem.heads_k
+    dim = problem.head_dim_v if name in ("out", "dv") else problem.head_dim
+    if name in ("out", "dq", "dk", "dv"):
+        if problem.packed:
+            return length, heads, dim
+        is_swapped = problem.layout == "bhsd"
+        return (problem.batch, heads, length, dim) if is_swapped else (problem.batch, length, heads, dim)
+    if name == "lse":
+        return (heads, length) if problem.packed else (problem.batch, heads, length)
+    return tuple(getattr(operands, name[1:]).shape)
+
+
+def dtype_of(problem: Problem, name: str) -> str:
+    """dtype of a result."""
+    if name in ("out", "dq", "dk", "dv"):
+        return problem.out_dtype
+    return problem.bias if name == "dbias" else problem.accumulator
+
+
+def _array(operands: Operands, name: str) -> Any:
+    """An operand that kernels read by its address; None for numbers and for lengths that are copied first."""
+    if name == "seed":
+        return operands.seed if hasattr(operands.seed, "dtype") else None
+    return None if name in _host_lengths(operands) else args.operand(operands, name)
+
+
+def _host_lengths(operands: Operands) -> list[str]:
+    return [name for name in args.LENGTHS if isinstance(getattr(operands, name), np.ndarray)]
+
+
+def _hollow(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Shape, C-contiguous strides and a 16-byte aligned address of an array, without its memory."""
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    strides = [dtype.itemsize]
+    for n in reversed(shape[1:]):
+        strides.insert(0, strides[0] * n)
+    return np.lib.stride_tricks.as_strided(np.empty(2, np.complex128).view(dtype)[:1], shape, strides)
+
+
+def _extent(array: Any) -> tuple[int, int]:
+    """[low, high) in bytes from the first element, wherever the strides lead."""
+    if array is None or array.size == 0:
+        return 0, 0
+    reach = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0) + array.itemsize
+
+
+def _line(plan: Plan) -> str:
+    steps = ", ".join(f"{one.name} {one.grid[0]} x {one.block[0]}" for one in plan.launches) or "nothing"
+    return f"launch: {steps} on {plan.device.label}"
