@@ -104,21 +104,6 @@ DEVICE void drop(const Dropout& dropout, Vec16<acc>& weights, i32 i, i32 j) {
     if (!(keeps >> e & 1)) weights.item[e] = 0;
 }
 
-// One row's chunk of O: neighbouring columns, as one store where O allows it.
-DEVICE void store_chunk(const Args& args, i64 index, const acc* numbers, i32 n) {
-  const Global<out_elem> O(args.O.data);
-  if (sizeof(out_elem) <= sizeof(acc) && args.O.vector_bytes == 16 && n >= width) {
-    Pack<out_elem, width> chunk;
-#pragma unroll
-    for (int e = 0; e < width; ++e) chunk.item[e] = convert<out_elem>(numbers[e]);
-    O.template store_as<Pack<out_elem, width>>(index, chunk);
-  } else {
-#pragma unroll
-    for (int e = 0; e < width; ++e)
-      if (e < n) O.store(index + e, convert<out_elem>(numbers[e]));
-  }
-}
-
 KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
   SHARED_MEMORY(Smem, smem);
   const int thread = threadIdx.x, lane = thread % 32;
@@ -206,18 +191,12 @@ KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
   for (int r = 0; r < OutPart::rows; ++r) {
     const i32 i = i0 + out_part.row(r);
     RowEnd end = finish_row(m[r], sum_over_lanes<lane_bits>(l[r]), sink_log2, static_cast<acc>(args.dropout_scale));
-    if (i >= seq.rows_q) continue;
     if (i >= seq.len_q) end = {0, NEG_INF};   // a row beyond its length does not exist: no sink either
-    const i64 row = seq.array_b * args.O.batch + (seq.q_row0 + i) * args.O.row + own.h * args.O.head;
 #pragma unroll
-    for (int g = 0; g < OutPart::col_groups; ++g) {
-      const i32 d = v0 + out_part.chunk(g) * width;
-      acc numbers[width];
-#pragma unroll
-      for (int e = 0; e < width; ++e) numbers[e] = end.factor == 0 ? acc(0) : O[r][g * width + e] * end.factor;
-      if (d < args.head_dim_v) store_chunk(args, row + d, numbers, static_cast<i32>(args.head_dim_v) - d);
-    }
-    if (v0 == 0 && out_part.first_chunk == 0)
+    for (int c = 0; c < OutPart::cols; ++c) O[r][c] = end.factor == 0 ? acc(0) : O[r][c] * end.factor;   // no 0 x NaN
+    if (i < seq.rows_q && v0 == 0 && out_part.first_chunk == 0)
       Global<acc>(args.lse.data).store(seq.array_b * args.lse.batch + own.h * args.lse.head + (seq.q_row0 + i) * args.lse.row, end.lse);
   }
+  store_block<out_elem>(out_part, O, 1, args.O.data,
+                        tile_source(args.O, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, v0, args.head_dim_v));
 }
