@@ -183,7 +183,8 @@ class Function:
     """One kernel: call it as a cupy.RawKernel, `kernel(grid, block, (args,), shared_mem=n_bytes)`.
 
     Each element of args is the bytes of one parameter: a NumPy scalar, a structured scalar, an array of one element
-    or bytes.  It returns when the launch is over, and raises CuflashError when a thread did something wrong.
+    or bytes.  buffers: name -> array the kernel may touch, besides those of `emulator.arrays`.  progress(blocks done,
+    blocks) is called now and then.  It returns when the launch is over, and raises CuflashError when a thread did something wrong.
     """
 
     def __init__(self, name: str, library: ctypes.CDLL, runtime: ctypes.CDLL):
@@ -199,18 +200,27 @@ class Function:
         except ValueError:
             self.cluster = 1
 
-    def __call__(self, grid, block, args, *, shared_mem: int = 0, stream: Any = None) -> None:
+    def __call__(
+        self,
+        grid: Any,
+        block: Any,
+        args: tuple[Any, ...],
+        *,
+        shared_mem: int = 0,
+        buffers: Mapping[str, Any] | None = None,
+        progress: Any = None,
+    ) -> None:
         grid, block = _three(grid), _three(block)
         chosen = _options.get()
         self._refuse(grid, block, shared_mem)
         parameters, _keep = self._parameters(args)
-        buffers, names = _buffers(_arrays.get())
+        memory, names = _buffers({**_arrays.get(), **(buffers or {})})
         late_copies, late_products = chosen.late()
         request = _Request(
             kernel=self.name.encode(),
             entry=self._entry,
             parameters=ctypes.addressof(parameters),
-            buffers=ctypes.addressof(buffers),
+            buffers=ctypes.addressof(memory),
             n_buffers=len(names),
             grid=(ctypes.c_uint32 * 3)(*grid),
             block=(ctypes.c_uint32 * 3)(*block),
@@ -223,19 +233,23 @@ class Function:
             timeline=chosen.timeline,
             stall_seconds=chosen.stall_seconds,
         )
-        counters, events, error = self._run(request)
+        counters, events, error = self._run(request, progress)
         if error:
             raise CuflashError(error)
         records = _records.get()
         if records is not None:
             records.append(_record(self.name, grid, block, shared_mem, names, counters, events))
 
-    def _run(self, request: _Request) -> tuple[np.ndarray, np.ndarray, str]:
+    def _run(self, request: _Request, progress: Any) -> tuple[np.ndarray, np.ndarray, str]:
         runtime = self._runtime
+        total = int(np.prod(request.grid[:], dtype=np.int64))
         handle = runtime.emulator_start(ctypes.byref(request))
         try:
-            while not runtime.emulator_wait(handle, 50):
-                pass  # between two waits Python sees Ctrl-C
+            while not runtime.emulator_wait(handle, 50):  # between two waits Python sees Ctrl-C
+                if progress is not None:
+                    progress(runtime.emulator_blocks_done(handle), total)
+            if progress is not None:
+                progress(total, total)
         except BaseException:
             runtime.emulator_stop(handle)
             raise
@@ -284,7 +298,7 @@ def _buffers(named: dict[str, Any]):
     """Arrays that are one and the same memory get one name, "k = v": their bytes cannot be told apart."""
     ranges: dict[tuple[int, int, int], list[str]] = {}
     for name, array in named.items():
-        if array.size:
+        if array is not None and array.size:
             low, high = np.lib.array_utils.byte_bounds(array)
             ranges.setdefault((array.ctypes.data, low, high), []).append(name)
     if len(ranges) > MAX_BUFFERS:

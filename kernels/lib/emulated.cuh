@@ -63,7 +63,7 @@ struct Thread {
 };
 extern __thread Thread* self __attribute__((tls_model("initial-exec")));
 
-// ---- runtime: scheduler.cpp, sync.cpp, report.cpp
+// ---- scheduler.cpp, sync.cpp, report.cpp, trace.cpp
 [[noreturn]] void fail(Here here, const char* format, ...) __attribute__((format(printf, 2, 3)));
 [[noreturn]] void bad_global(const Buffer* buffer, const void* address, u64 n_bytes, u64 alignment, Here here);
 [[noreturn]] void bad_shared(i64 row, i64 col, i64 rows, i64 cols, u64 n_items, const void* address, u64 alignment, Here here);
@@ -78,6 +78,58 @@ const u8* warp_exchange(const char* name, const void* mine, u32 n_bytes, void (*
 void barrier_sync(int id, int n_threads, Here here);               // n_threads 0: the whole block
 void barrier_arrive(int id, int n_threads, Here here);
 void pause(Here here);                                             // a spinning thread lets others run
+
+// ---- matrices.cpp: what a warp does with 8 x 8 matrices of 16 bits, and mma.sync
+void load_matrices(u32* registers, int count, bool transposed, u32 address, Here here);
+void store_matrices(u32 address, const u32* registers, int count, bool transposed, Here here);
+u32 transpose_matrix(u32 mine, Here here);
+enum class Mma : int { f16_k16, bf16_k16, tf32_k8, f16_k8 };
+void multiply_fragments(Mma kind, float* d, const u32* a, const u32* b, Here here);
+
+// ---- copies.cpp: cp.async, TMA, bulk copies.  Each takes effect when it is issued ("early") or when nobody could go on
+// without it, or its group is waited for ("late").
+void copy_async(u32 shared, const void* global, u32 n_bytes, u32 n_valid, Here here);
+void copy_commit();
+void copy_wait(int n_pending, Here here);
+void copy_arrive(u32 mbarrier, Here here);
+struct Coordinates { int at[5]; int rank; };
+void tensor_load(u32 shared, const void* map, u32 mbarrier, Coordinates at, u32 block_mask, Here here);   // mask 0: this block
+void tensor_store(const void* map, u32 shared, Coordinates at, bool adds, Here here);
+void bulk_load(u32 shared, const void* global, u32 n_bytes, u32 mbarrier, Here here);
+void bulk_store(void* global, u32 shared, u32 n_bytes, bool adds, Here here);
+void bulk_to_peer(u32 peer_shared, u32 shared, u32 n_bytes, u32 peer_mbarrier, Here here);
+void bulk_commit();
+void bulk_wait(int n_pending, bool reads_only, Here here);
+
+// ---- proxies.cpp: mbarriers, fences, clusters, registers
+void mbarrier_init(u32 address, u32 count, Here here);
+void mbarrier_publish();                                           // fence.mbarrier_init
+void mbarrier_arrive(u32 address, Here here);                      // address may be another block's
+void mbarrier_expect(u32 address, u32 n_bytes, Here here);
+bool mbarrier_test(u32 address, u32 parity, Here here);
+void mbarrier_wait(u32 address, u32 parity, Here here);
+void fence_async();
+u32 cluster_rank();
+u32 cluster_size();
+u32 cluster_address(u32 address, u32 rank, Here here);             // mapa
+u8* cluster_pointer(u32 address, u32 n_bytes, Here here);
+void cluster_arrive(Here here);
+void cluster_wait(Here here);
+void set_registers(int count, bool grows, Here here);
+bool elected(Here here);
+
+// ---- products.cpp: wgmma
+struct Product {
+  float* d;                 // n_columns / 2 registers
+  const u32* a;             // 4 registers, or nullptr: a_descriptor
+  u64 a_descriptor, b_descriptor;
+  int n_columns;
+  bool is_bf16, transposed_a, transposed_b, accumulates;
+};
+void product_issue(const Product& product, Here here);
+void product_fence();
+void product_commit();
+void product_wait(int n_pending, Here here);
 
 // ---- small things
 CHECKED void count_exp() { self->counters->exps++; }
