@@ -155,8 +155,8 @@ def _parts(where: str, outs: list, lses: list, layout: str) -> tuple[list, list,
     for number, (out, lse) in enumerate(zip(found["out"], found["lse"], strict=True)):
         if out.shape != shape or lse.shape != rows or len(shape) not in (3, 4):
             raise CuflashError(
-                f"{where}: part {number} has out {out.shape} and lse {lse.shape}; part 0 has out {shape}\n"
-                "  All parts need one shape: out (batch, len_q, heads, head_dim_v), lse (batch, heads, len_q); "
-                "packed\n  out (tokens, heads, head_dim_v), lse (heads, tokens)."
+                f"{where}: part {number} has out {out.shape}, lse {lse.shape}; part 0 has out {shape}\n"
+                "  All parts need one shape: out (batch, len_q, heads, head_dim_v), "
+                "lse (batch, heads, len_q);\n  packed out (tokens, heads, head_dim_v), lse (heads, tokens)."
             )
     return found["out"], found["lse"], arrays_.module_of(found["out"][0])

@@ -18,12 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from cuflash import check_options
+from cuflash.arrays import HOST, module_of
 from cuflash.errors import CuflashError
+from cuflash.messages import Call
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 N_ROUNDS = 10
 LOW_32 = 0xFFFFFFFF
+WORDS_AT_ONCE = 1 << 22  # 8 bytes each, and a few temporaries
 
 
 def philox_4x32_10(counter: tuple, key: tuple) -> tuple:
@@ -52,7 +56,7 @@ def uniform_words(seed: Any, head: int, batch: int, i: Any, j_block: Any) -> Any
     i and j_block are one-dimensional integer arrays, NumPy or CuPy; seed is an int or a uint64 array
     without axes. Counters wrap at 2^32.
     """
-    xp = np if isinstance(i, np.ndarray) else _module_of(i)
+    xp = module_of(i)
     counter = (j_block[None, :], i[:, None], xp.asarray([[head]]), xp.asarray([[batch]]))
     counter = tuple(word.astype(xp.uint64) & LOW_32 for word in counter)
     words = philox_4x32_10(counter, (seed & LOW_32, seed >> 32))
@@ -68,7 +72,7 @@ def dropout_keep(
     shift is the (batch0, head0, i0, j0) of a shard of a larger problem.
     """
     batch0, head0, i0, j0 = shift
-    xp = np if isinstance(j, np.ndarray) else _module_of(j)
+    xp = module_of(j)
     j_block, which = xp.unique((j + j0) // 4, return_inverse=True)
     words = uniform_words(seed, head + head0, batch + batch0, i + i0, j_block)
     return words[:, which.reshape(-1), (j + j0) % 4] >= threshold(p)
@@ -104,42 +108,30 @@ def dropout_mask(
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0:
             raise CuflashError(f"dropout_mask: {name} is {n!r}\n  Sizes are whole numbers from 0.")
     p, seed, shift = _checked(dropout, device)
-    if device is not None:
-        return _device_mask(tuple(sizes.values()), p, seed, shift, device)
-    keep = np.ones((batch, heads, len_q, len_k), bool)
-    if p is not None:
-        i, j = np.arange(len_q), np.arange(len_k)
-        for b, h in np.ndindex(batch, heads):
-            keep[b, h] = dropout_keep(seed, p, b, h, i, j, shift)
+    if device is None:
+        return _fill(np, tuple(sizes.values()), p, seed, shift)
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return _fill(cupy, tuple(sizes.values()), p, seed, shift)
+
+
+def _fill(xp: Any, shape: tuple[int, ...], p: float | None, seed: Any, shift: tuple) -> Any:
+    batch, heads, len_q, len_k = shape
+    keep = xp.ones(shape, bool)
+    if p is None or not keep.size:
+        return keep
+    j = xp.arange(len_k)
+    n_rows = max(1, WORDS_AT_ONCE // len_k)
+    for b, h in np.ndindex(batch, heads):
+        for i0 in range(0, len_q, n_rows):
+            i = xp.arange(i0, min(i0 + n_rows, len_q))
+            keep[b, h, i0 : i0 + len(i)] = dropout_keep(seed, p, b, h, i, j, shift)
     return keep
 
 
 def _checked(dropout: tuple, device: int | None) -> tuple:
     """(p or None, seed, shift), judged by the rules of `attention`."""
-    from cuflash import check_options
-    from cuflash.arrays import HOST
-    from cuflash.messages import Call
-
     if dropout is None:
         raise CuflashError("dropout_mask: dropout is None\n  Give (p, seed).")
     return check_options.dropout(Call("dropout_mask"), dropout, HOST if device is None else device)
-
-
-def _device_mask(shape: tuple, p: float | None, seed: Any, shift: tuple, device: int) -> Any:
-    """The same mask on a CUDA device, by kernels/pass_dropout_mask.cu on the device's current stream."""
-    import cupy
-
-    from cuflash import launch
-
-    with cupy.cuda.Device(device):
-        if p is None:
-            return cupy.ones(shape, bool)
-        keep = cupy.empty(shape, bool)
-        launch.dropout_mask(keep, seed, threshold(p), shift)
-        return keep
-
-
-def _module_of(array: Any) -> Any:
-    from cuflash.arrays import module_of
-
-    return module_of(array)

@@ -171,15 +171,21 @@ def forward(
 
 
 def softmax(S: Any, sink: Any) -> tuple[Any, Any]:
-    """(P, lse) of rows of scores.  The sink is one more column of the softmax, whose value vector is zero."""
+    """(P, lse) of rows of scores; sink is a logit of the denominator, or None."""
     xp = module_of(S)
-    column = xp.full((len(S), 1), -np.inf, S.dtype) if sink is None else xp.broadcast_to(sink, (len(S), 1))
-    S = xp.concatenate([S, column], axis=1)
+    S = with_sink(S, sink)
     m = S.max(axis=1)
     m = xp.where(xp.isneginf(m), 0, m)  # a row that sees nothing: exp(-inf - 0) = 0, and log(0) = -inf
     P = xp.exp(S - m[:, None])  # the largest is exp(0): nothing overflows
     l = P.sum(axis=1)
     return P[:, :-1] / xp.where(l == 0, 1, l)[:, None], m + xp.log(l)
+
+
+def with_sink(S: Any, sink: Any) -> Any:
+    """S and one more column: the sink is a key whose value vector is zero, hidden where there is none."""
+    xp = module_of(S)
+    column = xp.full((len(S), 1), -np.inf, S.dtype) if sink is None else xp.broadcast_to(sink, (len(S), 1))
+    return xp.concatenate([S, column], axis=1)
 
 
 # ---- backward
