@@ -19,8 +19,8 @@ from cuflash.errors import CuflashError
 
 if TYPE_CHECKING:
     from cuflash import compat, emulator, lab, reference, trace
+    from cuflash.ahead import warmup
     from cuflash.introspect import attention_weights, key_importance, row_stats
-    from cuflash.launch import warmup
     from cuflash.philox import dropout_mask
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ _LATER = {
     "key_importance": "introspect",
     "row_stats": "introspect",
     "dropout_mask": "philox",
-    "warmup": "launch",
+    "warmup": "ahead",
 }
 _MODULES = ("compat", "emulator", "lab", "reference", "trace")
 _PLANNED = {

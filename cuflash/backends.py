@@ -132,8 +132,8 @@ class Cuda:
 class Emulated:
     """The CPU.  Arrays are NumPy's; each is registered by name, so that every access is checked and counted.
 
-    progress counts the blocks of all kernels of a call.  New arrays start as all-ones bytes, NaN in every float
-    dtype: what a kernel forgets to write shows.
+    progress counts the blocks of all kernels of a call.  New arrays start as all-ones bytes, NaN in every
+    float dtype: what a kernel forgets to write shows.
     """
 
     index = None

@@ -58,8 +58,8 @@ def copies_of(problem: Problem, device: Device, row: Row) -> tuple[Copy, ...] | 
             names = " and ".join(copy.name for copy in copies)
             share = 100 * copying / running if running else float("inf")
             return Refusal(
-                f"needs strides and addresses in multiples of {row.stride_bytes} bytes; copying {names} would "
-                f"cost {share:.0f} % of the kernel, more than {100 * COPY_SHARE:.0f} %",
+                f"needs strides and addresses in multiples of {row.stride_bytes} bytes; copying {names} "
+                f"would cost {share:.0f} % of the kernel, more than {100 * COPY_SHARE:.0f} %",
                 names,
             )
     return tuple(copies)

@@ -151,14 +151,14 @@ class Plan:
         return occupancy(self.device, self.main.block[0], self.registers, self.main.smem_bytes)
 
     def __str__(self) -> str:
-        from cuflash import explain
+        from cuflash import plan_text
 
-        return explain.text(self)
+        return plan_text.text(self)
 
     def _repr_html_(self) -> str:
-        from cuflash import explain
+        from cuflash import plan_text
 
-        return explain.html(self)
+        return plan_text.html(self)
 
 
 @functools.lru_cache(maxsize=4096)
