@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = importlib.import_module(f"cuflash.{arguments[0]}").main(arguments[1:])
         else:
             options = parser().parse_args(arguments)
-            code = options.run(options)
+            code = options.call(options)
         sys.stdout.flush()
         return code
     except CuflashError as error:
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def command(commands, name: str, run: str, text: str) -> argparse.ArgumentParser:
-    """A subparser whose `run` is the function of that name in commands.py, imported when it is called."""
+    """A subparser that calls the function `run` of commands.py, imported only then."""
 
     def call(options: argparse.Namespace) -> int:
         from cuflash import commands as module
@@ -88,7 +88,7 @@ def command(commands, name: str, run: str, text: str) -> argparse.ArgumentParser
         return getattr(module, run)(options)
 
     made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    made.set_defaults(run=call)
+    made.set_defaults(call=call)
     return made
 
 

@@ -61,7 +61,7 @@ def erf(x: Any, xp: Any) -> Any:
     """The error function, of x's dtype.
 
     float64 takes math.erf one by one (the reference may be slow).  float32 takes formula 7.1.26 of
-    Abramowitz and Stegun: absolute error 1.5e-7, about one float32 rounding of a value near 1.
+    Abramowitz and Stegun, whose absolute error of 1.5e-7 is that of float32 itself near 1.
     """
     if x.dtype == np.float64:
         exact = np.array([math.erf(value) for value in x.ravel().tolist()]).reshape(x.shape)
