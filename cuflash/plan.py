@@ -17,7 +17,7 @@ from cuflash.copies import Copy, copies_of
 from cuflash.devices import Device
 from cuflash.errors import CuflashError
 from cuflash.problem import FLOAT_DTYPES, Problem
-from cuflash.row import Params, Refusal, Row, Slot, Step, Tile, round_up
+from cuflash.row import Params, Refusal, Row, Slot, Step, Tile, dbias_case, round_up
 
 log = logging.getLogger("cuflash")
 ALIGNMENT = 256  # of every slot in the workspace
@@ -318,7 +318,7 @@ def params_of(problem: Problem, row: Row, tile: Tile) -> Params:
         "SINK": int(problem.has_sink),
         "DROPOUT": int(problem.dropout is not None),
         "DLSE": int(problem.has_dlse),
-        "DBIAS": int("dbias" in problem.gradients),
+        "DBIAS": dbias_case(problem),
         "DSINK": int("dsink" in problem.gradients),
         "DALIBI": int("dalibi_slopes" in problem.gradients),
         "DETERMINISTIC": int(problem.deterministic),

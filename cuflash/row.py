@@ -253,7 +253,23 @@ def key_head_tiles(problem: Problem, params: Params) -> Grid:
     return n_slots(problem, problem.len_k, params["TILE_KV"]) * problem.heads_k, 1, 1
 
 
-def query_rows(problem: Problem, params: Params) -> Grid:
-    """One thread per query row of the arrays."""
+def delta_rows(problem: Problem, params: Params) -> Grid:
+    """pass_delta.cu: a few lanes per query row of the arrays, more of them for longer rows."""
     rows = problem.len_q * problem.heads * (1 if problem.packed else problem.batch)
-    return ceil_div(rows, 32 * params["N_WARPS"]), 1, 1
+    dim = params["HEAD_DIM_V"]
+    lanes = 16 if dim >= 128 else 8 if dim >= 64 else 4 if dim >= 32 else 2
+    return ceil_div(rows * lanes, 32 * params["N_WARPS"]), 1, 1
+
+
+def dbias_case(problem: Problem) -> int:
+    """CUFLASH_DBIAS, how dbias is summed: 0 none; 1 every score has its own entry; 2 queries share one;
+    3 keys share one; 4 heads or sequences share one."""
+    bias = problem.spec("bias")
+    if bias is None or "dbias" not in problem.gradients:
+        return 0
+    batch, heads, rows, cols = bias.shape
+    if cols == 1 and problem.len_k > 1:
+        return 3
+    if rows == 1 and problem.len_q > 1:
+        return 2
+    return 1 if (batch, heads) == (problem.batch, problem.heads) else 4

@@ -21,8 +21,8 @@ from cuflash.row import (
     Step,
     Tile,
     ceil_div,
+    delta_rows,
     n_slots,
-    query_rows,
     shared_bytes,
 )
 
@@ -271,7 +271,7 @@ STD_00 = Row(
         Step("std_00_unfused__scores", _score_tiles, _score_smem),
         Step("std_00_unfused__softmax", _score_rows, when=_is_forward),
         Step("std_00_unfused__output", _output_tiles, _row_smem, when=_is_forward),
-        Step("pass_delta", query_rows, when=_is_backward, uses=DELTA_USES),
+        Step("pass_delta", delta_rows, when=_is_backward, uses=DELTA_USES),
         Step("std_00_unfused__probabilities", _score_rows, when=_is_backward),
         Step("std_00_unfused__dscores", _score_tiles, _score_smem, when=_is_backward),
         Step("std_00_unfused__dq", _dq_tiles, _row_smem, when=lambda problem: "dq" in problem.gradients),

@@ -44,7 +44,9 @@ template <class Blocks> struct SmemOf : KeptBlocks<Blocks, asks_blocks> {
   Swizzled<acc, tile_q, tile_kv> dS;
 };
 using Smem = SmemOf<Walk>;
-static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "bwd_02_tiled: Smem and its row in cuflash/rows.py disagree");
+using SmemDq = SmemOf<WalkKeys>;
+constexpr int larger_bytes = sizeof(Smem) > sizeof(SmemDq) ? sizeof(Smem) : sizeof(SmemDq);   // the host has one number for both
+static_assert(smem_bytes < 0 || larger_bytes == smem_bytes, "bwd_02_tiled: Smem and its row in cuflash/rows.py disagree");
 static_assert(args_bytes < 0 || sizeof(Args) == args_bytes, "bwd_02_tiled: Args and launch.py disagree");
 
 // The sum of one number per thread, in a fixed order; thread 0 has it.  Uses `scratch`, which nobody else may be using.
@@ -153,16 +155,18 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
     }
   }
 
-  store_block<out_elem>(of_k, dK, static_cast<acc>(args.scale), args.dK.data,
-                        tile_source(args.dK, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_tile, args.head_dim));
-  store_block<out_elem>(of_v, dV, acc(1), args.dV.data,
-                        tile_source(args.dV, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_v_tile, args.head_dim_v));
+  if (args.dK.data != nullptr)
+    store_block<out_elem>(of_k, dK, static_cast<acc>(args.scale), args.dK.data,
+                          tile_source(args.dK, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_tile, args.head_dim));
+  if (args.dV.data != nullptr)
+    store_block<out_elem>(of_v, dV, acc(1), args.dV.data,
+                          tile_source(args.dV, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_v_tile, args.head_dim_v));
 }
 
 // dQ of TILE_Q queries of one (sequence, query head), by itself: no sum depends on the order in which blocks run.
 KERNEL(n_threads, 1) bwd_02_tiled__dq(const __grid_constant__ Args args) {
   if constexpr (deterministic) {
-    SHARED_MEMORY(SmemOf<WalkKeys>, smem);
+    SHARED_MEMORY(SmemDq, smem);
     const int thread = threadIdx.x, lane = thread % 32;
     const i32 n_chunks = static_cast<i32>(ceil_div(args.head_dim, head_dim_tile));
     const i32 own_chunk = static_cast<i32>(blockIdx.x % n_chunks);

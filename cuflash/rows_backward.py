@@ -1,0 +1,238 @@
+"""Plan rows without tensor cores, backward: bwd_01_naive, bwd_02_tiled, and the passes every backward shares.
+
+Each row's shared memory, grid, workspace and traffic are small functions that say what the header says.
+"""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+from cuflash.row import (
+    CORE,
+    Grid,
+    Params,
+    Row,
+    Slot,
+    Step,
+    Tile,
+    ceil_div,
+    dbias_case,
+    delta_rows,
+    n_slots,
+    shared_bytes,
+)
+from cuflash.rows_forward import DELTA_USES, LENGTHS, accumulator_bytes, kept_blocks_bytes
+
+# ---- passes
+
+
+def row_shape(problem: Problem) -> tuple[int, int, int]:
+    """Shape of delta and lse_log2: one number per query row of the arrays."""
+    return (1 if problem.packed else problem.batch), problem.heads, problem.len_q
+
+
+def row_slots(problem: Problem) -> tuple[Slot, ...]:
+    """What pass_delta writes."""
+    shape = row_shape(problem)
+    return Slot("delta", problem.accumulator, shape), Slot("lse_log2", problem.accumulator, shape)
+
+
+def dq_sum_slot(problem: Problem) -> Slot:
+    """The sums of dS K, which pass_convert__dq turns into dq."""
+    batch, heads, len_q = row_shape(problem)
+    return Slot("dQ_sum", problem.accumulator, (batch, len_q, heads, problem.head_dim), zero=True)
+
+
+def _dq_rows(problem: Problem, p: Params) -> Grid:
+    batch, heads, len_q = row_shape(problem)
+    return ceil_div(batch * len_q * heads, p["N_WARPS"]), 1, 1
+
+
+def _bias_shape(problem: Problem) -> tuple[int, ...]:
+    return problem.spec("bias").shape
+
+
+def _dbias_rows(problem: Problem, p: Params) -> Grid:
+    return ceil_div(problem.batch * problem.heads * _bias_shape(problem)[2], p["N_WARPS"]), 1, 1
+
+
+def _dbias_entries(problem: Problem, p: Params) -> Grid:
+    batch, heads, rows, cols = _bias_shape(problem)
+    is_one_block_each = dbias_case(problem) == 3 and rows == 1
+    entries = batch * heads * rows * cols
+    return (entries if is_one_block_each else ceil_div(entries, 32 * p["N_WARPS"])), 1, 1
+
+
+def _dbias_tile(p: Params) -> int:
+    return 32 if p["DTYPE"] == 3 else 64
+
+
+def _dbias_tiles(problem: Problem, p: Params) -> Grid:
+    batch, heads, rows, cols = _bias_shape(problem)
+    tile = _dbias_tile(p)
+    return ceil_div(rows, tile) * ceil_div(cols, tile) * batch * heads, 1, 1
+
+
+def _dbias_smem(p: Params) -> int:
+    size, tile = accumulator_bytes(p), _dbias_tile(p)
+    kept = kept_blocks_bytes(tile, tile, p["BLOCK_Q"], p["BLOCK_KV"]) if p["BLOCK_MASK"] else 0
+    return kept + shared_bytes(*4 * [(size, tile, 32)], *2 * [(size, 1, tile)])
+
+
+def _sum_smem(p: Params) -> int:
+    return shared_bytes((8, 1, p["N_WARPS"]))
+
+
+def _heads(problem: Problem, p: Params) -> Grid:
+    return problem.heads, 1, 1
+
+
+def _slopes(problem: Problem, p: Params) -> Grid:
+    slopes = problem.spec("alibi_slopes")
+    return problem.heads * (1 if slopes is None else slopes.shape[0]), 1, 1
+
+
+def _case(number: int):
+    return lambda problem: dbias_case(problem) == number
+
+
+def _wants(name: str):
+    return lambda problem: name in problem.gradients
+
+
+DELTA = Step("pass_delta", delta_rows, uses=DELTA_USES)
+CONVERT_DQ = Step(
+    "pass_convert__dq",
+    _dq_rows,
+    when=lambda problem: not problem.deterministic,
+    uses=("DTYPE", "OUT_DTYPE", "N_WARPS", "PACKED"),
+)
+# Gradients of the options: before and after the kernel that makes dq, dk and dv.
+OPTIONS_BEFORE = (Step("pass_dbias__zero", _dbias_rows, _dbias_smem, when=_case(1)),)
+OPTIONS_AFTER = (
+    Step("pass_dbias__keys", _dbias_entries, _dbias_smem, when=_case(2)),
+    Step("pass_dbias__rows", _dbias_entries, _dbias_smem, when=_case(3)),
+    Step("pass_dbias", _dbias_tiles, _dbias_smem, when=_case(4)),
+    Step("pass_dsink", _heads, _sum_smem, when=_wants("dsink"), uses=("DTYPE", "N_WARPS", "PACKED")),
+    Step(
+        "pass_dalibi",
+        _slopes,
+        _sum_smem,
+        when=_wants("dalibi_slopes"),
+        uses=("DTYPE", "N_WARPS", "PACKED", "TILE_KV"),
+    ),
+)
+
+
+def option_slots(problem: Problem, p: Params) -> tuple[Slot, Slot]:
+    """Slots 0 and 1 of a backward row: parts of dalibi_slopes by key tile, dbias summed over the queries."""
+    batch, heads, _ = row_shape(problem)
+    parts = (n_slots(problem, problem.len_k, p["TILE_KV"]), heads) if p["DALIBI"] else (0,)
+    sums = (batch, heads, problem.len_k) if p["DBIAS"] == 2 else (0,)
+    return (
+        Slot("dalibi_parts", problem.accumulator, parts, zero=True),
+        Slot("dbias_sums", problem.accumulator, sums, zero=True),
+    )
+
+
+# ---- bwd_02_tiled
+
+
+def _chunks(problem: Problem, p: Params) -> int:
+    return max(ceil_div(problem.head_dim, p["HEAD_DIM"]), ceil_div(problem.head_dim_v, p["HEAD_DIM_V"]))
+
+
+def _tiled_grid(problem: Problem, p: Params) -> Grid:
+    return _chunks(problem, p) * n_slots(problem, problem.len_k, p["TILE_KV"]) * problem.heads_k, 1, 1
+
+
+def _tiled_dq_grid(problem: Problem, p: Params) -> Grid:
+    chunks = ceil_div(problem.head_dim, p["HEAD_DIM"])
+    return chunks * n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads, 1, 1
+
+
+def _tiled_smem(p: Params) -> int:
+    size, tile_q, tile_kv = accumulator_bytes(p), p["TILE_Q"], p["TILE_KV"]
+    by_keys = kept_blocks_bytes(tile_kv, tile_q, p["BLOCK_KV"], p["BLOCK_Q"])
+    by_queries = kept_blocks_bytes(tile_q, tile_kv, p["BLOCK_Q"], p["BLOCK_KV"])  # __dq
+    kept = max(by_keys, by_queries) if p["BLOCK_MASK"] else 0
+    return kept + shared_bytes(
+        (size, tile_q, p["HEAD_DIM"]),
+        (size, tile_q, p["HEAD_DIM_V"]),
+        (size, tile_kv, p["HEAD_DIM"]),
+        (size, tile_kv, p["HEAD_DIM_V"]),
+        (size, 1, tile_q),
+        (size, 1, tile_q),
+        (size, tile_q, tile_kv),
+        (size, tile_q, tile_kv),
+    )
+
+
+def _tiled_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
+    sums = () if problem.deterministic else (dq_sum_slot(problem),)
+    return (*option_slots(problem, p), *row_slots(problem), *sums)
+
+
+BWD_02 = Row(
+    "bwd_02_tiled",
+    True,
+    75,
+    (
+        Tile(64, 64, 4, up_to=32, chunk=32, itemsizes=(2, 4)),
+        Tile(32, 64, 4, up_to=32, chunk=32, itemsizes=(2, 4)),
+        Tile(64, 64, 4, up_to=64, itemsizes=(2, 4)),
+        Tile(32, 64, 4, up_to=128, itemsizes=(2, 4)),
+        Tile(32, 32, 4, up_to=64, itemsizes=(2, 4)),
+        Tile(32, 64, 4, up_to=192, chunk=96, itemsizes=(2, 4)),
+        Tile(32, 64, 4, chunk=128, itemsizes=(2, 4)),
+        Tile(32, 32, 4, chunk=64),
+        Tile(32, 32, 4, chunk=32),
+    ),
+    (
+        DELTA,
+        *OPTIONS_BEFORE,
+        Step("bwd_02_tiled", _tiled_grid, _tiled_smem),
+        Step("bwd_02_tiled__dq", _tiled_dq_grid, _tiled_smem, when=lambda problem: problem.deterministic),
+        CONVERT_DQ,
+        *OPTIONS_AFTER,
+    ),
+    "one pass over key tiles: dK and dV stay put",
+    limits=LENGTHS,
+    workspace=_tiled_slots,
+)
+
+
+# ---- bwd_01_naive
+
+
+def _naive_rows(problem: Problem, p: Params, length: int, heads: int) -> Grid:
+    threads = length * heads * problem.batch * _chunks(problem, p)
+    return ceil_div(threads, 32 * p["N_WARPS"]), 1, 1
+
+
+def _naive_grid(problem: Problem, p: Params) -> Grid:
+    return _naive_rows(problem, p, problem.len_k, problem.heads_k)
+
+
+def _naive_dq_grid(problem: Problem, p: Params) -> Grid:
+    return _naive_rows(problem, p, problem.len_q, problem.heads)
+
+
+def _naive_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
+    return row_slots(problem)
+
+
+BWD_01 = Row(
+    "bwd_01_naive",
+    False,
+    75,
+    (Tile(1, 1, 4, chunk=32, itemsizes=(2, 4)), Tile(1, 1, 4, chunk=16)),
+    (
+        DELTA,
+        Step("bwd_01_naive", _naive_grid),
+        Step("bwd_01_naive__dq", _naive_dq_grid),
+    ),
+    "P again from lse; one pass owns dQ rows, one owns dK and dV rows",
+    features=CORE,
+    limits=LENGTHS,
+    workspace=_naive_slots,
+)
