@@ -102,7 +102,7 @@ def convert(value: Any) -> tuple[Any, Any]:
             return np.asarray(value), HOST
     except (BufferError, RuntimeError, ValueError, AttributeError) as error:
         raise TypeError(f"({kind}) cannot be read in place: {error}") from error
-    raise TypeError(f"is a {kind.removeprefix('builtins.')}, not an array")
+    raise TypeError("is None" if value is None else f"has the type {kind.removeprefix('builtins.')}")
 
 
 def _import_cupy() -> Any:

@@ -162,9 +162,11 @@ class BlockMask:
     ) -> BlockMask:
         """Every block with a pair that `window=(left, right)` shows; right 0 is causal."""
         block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
+        whole("len_q", len_q)
+        n_columns = n_blocks(len_k, block_k)
         first, last = blockpatterns.band(len_q, len_k, block_q, block_k, left, right, query_offset)
         counts, indices = blockpatterns.ranges(first, last)
-        return cls._from_rows(block_q, block_k, n_blocks(len_k, block_k), counts[None, None], indices)
+        return cls._from_rows(block_q, block_k, n_columns, counts[None, None], indices)
 
     @classmethod
     def sliding_global(
@@ -264,8 +266,7 @@ class BlockMask:
     def dense(self) -> np.ndarray:
         """The boolean block matrix, of `shape`."""
         dense = np.zeros(self.shape, bool)
-        rows = self._rows()
-        dense.reshape(-1, self.n_columns)[rows, self.indices] = True
+        dense.reshape(math.prod(self.shape[:3]), self.n_columns)[self._rows(), self.indices] = True
         return dense
 
     def to_elements(self, len_q: int, len_k: int) -> np.ndarray:

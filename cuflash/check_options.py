@@ -63,7 +63,7 @@ def known(call: Call, options: dict[str, Any]) -> dict[str, Any]:
             call.fail(f"there is no option {name}= here", f"Options: {', '.join(takes)}.")
         for what, names in _PLANNED.items():
             if name in names:
-                call.fail(f"{name}=: {what} is planned, not there yet", "Leave it out.")
+                call.fail(f"there is no option {name}= yet", f"Planned: {what}.")
         close = difflib.get_close_matches(name, takes, n=1)
         meant = _ALIASES.get(name) or (f"{close[0]}=" if close else None)
         call.fail(
@@ -221,7 +221,8 @@ def block_mask(call: Call, value: Any, longest_q: int, longest_k: int) -> Any:
 
     if not isinstance(value, BlockMask):
         call.fail(
-            f"block_mask is a {type(value).__name__}", "block_mask is a cuflash.BlockMask; an array is mask=."
+            f"block_mask has the type {type(value).__name__}",
+            "block_mask is a cuflash.BlockMask; an array is mask=.",
         )
     for axis, label in enumerate(("batch", "heads")):
         n, (size, _) = value.indptr.shape[axis], call.sizes[label]

@@ -39,7 +39,8 @@ def take(call: Call, direction: str, options: dict[str, Any], specs: bool) -> di
 def _gradients(call: Call, grads: Any) -> dict[str, Any]:
     if not isinstance(grads, Gradients):
         call.fail(
-            f"grads is a {type(grads).__name__}", "grads= is a cuflash.Gradients; its arrays are written."
+            f"grads has the type {type(grads).__name__}",
+            "grads= is a cuflash.Gradients; its arrays are written.",
         )
     given = {name: value for name, value in grads._asdict().items() if value is not None}
     for name in given:

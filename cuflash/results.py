@@ -77,7 +77,7 @@ def in_layout(problem: Problem, name: str, array: Any) -> Any:
 
 
 def gradients(problem: Problem, found: dict[str, Any], options: dict[str, Any], grads: Any) -> Gradients:
-    """Gradients in the caller's axis order, from canonical arrays by name; options hold bias and alibi_slopes.
+    """Gradients in the caller's axis order, from canonical arrays by name; options hold bias and slopes.
 
     A field for which grads, the caller's Gradients or None, has an array is that array.
     """
