@@ -24,9 +24,19 @@ from cuflash.encoder import INSTALL_WEIGHTS, find_weights
 from cuflash.errors import CuflashError
 
 
+class PlainConsole(Console):
+    """Without markup: "cuflash[cuda12]" and a user's sentences are printed as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # for cli.main; rich would exit with 1, which here means a wrong number
+
+
 def console() -> Console:
     """Where tables go; made anew each time so that a redirected stdout is the one in use."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return PlainConsole()
 
 
 def table(*columns: str, title: str | None = None) -> Table:
@@ -189,9 +199,7 @@ def print_report(report: checks.Report, seconds: float) -> None:
         made.add_row(entry["row"], entry["direction"], *counts, f"{entry['worst_ratio']:.2f}", entry["worst"])
     out.print(made)
     for line in report.failures[:20]:
-        out.print(
-            f"FAILED {line.row}, {line.direction}, {line.case}, {line.dtype}: {line.message}", markup=False
-        )
+        out.print(f"FAILED {line.row}, {line.direction}, {line.case}, {line.dtype}: {line.message}")
     if len(report.failures) > 20:
         out.print(f"... and {len(report.failures) - 20} more; the record has them all")
     verdict = "all right" if report.passed else f"{len(report.failures)} WRONG"

@@ -232,8 +232,8 @@ def test_explain(capsys):
 def test_explain_takes_every_option(monkeypatch, capsys):
     seen = {}
     monkeypatch.setattr(cuflash, "explain", lambda *arrays, **options: seen.update(options) or "a plan")
-    text = "--backward --deterministic --device sm_80 --causal --query-offset 3 --scale 0.5 --alibi --bias --mask "
-    text += "--sink --key-lengths --window 100 none --dropout 0.1 --softcap 30 --kernel bwd_02_tiled"
+    text = "--backward --deterministic --device sm_80 --causal --query-offset 3 --scale 0.5 --alibi --bias "
+    text += "--mask --sink --key-lengths --window 100 none --dropout 0.1 --softcap 30 --kernel bwd_02_tiled"
     assert run(capsys, "explain", *text.split())[:2] == (0, "a plan\n")
     assert seen["window"] == (100, None) and seen["dropout"] == (0.1, 1) and seen["softcap"] == 30
     arrays = {"alibi_slopes": (8,), "bias": (1, 8, 1024, 1024), "mask": (1, 1, 1024, 1024), "sink": (8,)}
