@@ -16,6 +16,7 @@ from cuflash.arrays import spec
 from cuflash.attention import Gradients, attention, attention_backward, attention_vjp, explain
 from cuflash.blockmask import BlockMask
 from cuflash.errors import CuflashError
+from cuflash.merge import merge, merge_backward
 
 if TYPE_CHECKING:
     from cuflash import compat, emulator, lab, reference, trace
