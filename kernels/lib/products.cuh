@@ -58,18 +58,32 @@ template <class T, int rows, int cols> DEVICE void clear(T (&block)[rows][cols])
     for (int c = 0; c < cols; c++) block[r][c] = T(0);
 }
 
+// Where this thread's rows lie: the first row of each group, and the key of its chunks.
+template <class Part, class Tile> struct RowKeys {
+  int row[Part::rows / Part::row_group], key[Part::rows / Part::row_group];
+  DEVICE explicit RowKeys(const Part& mine) {
+#pragma unroll
+    for (int g = 0; g < Part::rows / Part::row_group; g++) {
+      row[g] = mine.row(g * Part::row_group);
+      key[g] = row[g] / Tile::width & Tile::mask;
+    }
+  }
+};
+
 // result[i][j] += sum over d of A[i][d] B[j][d]                    S = Q K^T,  dP = dO V^T
 template <class Part, class T, int m, int n, int depth>
 DEVICE void multiply_rows(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, m, depth>& A, Swizzled<T, n, depth>& B) {
-  constexpr int width = Vec16<T>::size;
+  constexpr int width = Vec16<T>::size, group = Part::row_group;
+  const RowKeys<Part, Swizzled<T, m, depth>> rows(mine);
 #pragma unroll 1
   for (int d = 0; d < depth / width; d++) {
     Vec16<T> a[Part::rows];
 #pragma unroll
-    for (int r = 0; r < Part::rows; r++) a[r] = A.chunk(mine.row(r), d);
+    for (int r = 0; r < Part::rows; r++) a[r] = A.keyed(rows.row[r / group] + r % group, rows.key[r / group], d);
 #pragma unroll
     for (int c = 0; c < Part::cols; c++) {
-      const Vec16<T> b = B.chunk(mine.col(c), d);
+      const int chunk = mine.chunk(c / width);
+      const Vec16<T> b = B.keyed(chunk * width + c % width, chunk & B.mask, d);
 #pragma unroll
       for (int e = 0; e < width; e++)
 #pragma unroll
@@ -84,15 +98,15 @@ DEVICE void multiply_columns(const Part& mine, T (&result)[Part::rows][Part::col
   constexpr int width = Vec16<T>::size;
   static_assert(Part::row_group == width, "multiply_columns: rows of the result are columns of A, read by chunks");
 #pragma unroll 1
-  for (int i0 = 0; i0 < depth; i0 += width) {
+  for (int k = 0; k < depth / width; k++) {
 #pragma unroll
     for (int e = 0; e < width; e++) {
       Vec16<T> a[Part::rows / width];
 #pragma unroll
-      for (int g = 0; g < Part::rows / width; g++) a[g] = A.chunk(i0 + e, mine.row(g * width) / width);
+      for (int g = 0; g < Part::rows / width; g++) a[g] = A.keyed(k * width + e, k & A.mask, mine.row(g * width) / width);
 #pragma unroll
       for (int g = 0; g < Part::col_groups; g++) {
-        const Vec16<T> b = B.chunk(i0 + e, mine.chunk(g));
+        const Vec16<T> b = B.keyed(k * width + e, k & B.mask, mine.chunk(g));
 #pragma unroll
         for (int c = 0; c < width; c++)
 #pragma unroll
@@ -106,17 +120,18 @@ DEVICE void multiply_columns(const Part& mine, T (&result)[Part::rows][Part::col
 // result[i][d] += sum over j of A[i][j] B[j][d]                    dQ = dS K,  O = P V
 template <class Part, class T, int m, int depth, int n>
 DEVICE void multiply(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, m, depth>& A, Swizzled<T, depth, n>& B) {
-  constexpr int width = Vec16<T>::size;
+  constexpr int width = Vec16<T>::size, group = Part::row_group;
+  const RowKeys<Part, Swizzled<T, m, depth>> rows(mine);
 #pragma unroll 1
-  for (int j0 = 0; j0 < depth / width; j0++) {
+  for (int k = 0; k < depth / width; k++) {
     Vec16<T> a[Part::rows];
 #pragma unroll
-    for (int r = 0; r < Part::rows; r++) a[r] = A.chunk(mine.row(r), j0);
+    for (int r = 0; r < Part::rows; r++) a[r] = A.keyed(rows.row[r / group] + r % group, rows.key[r / group], k);
 #pragma unroll
     for (int e = 0; e < width; e++)
 #pragma unroll
       for (int g = 0; g < Part::col_groups; g++) {
-        const Vec16<T> b = B.chunk(j0 * width + e, mine.chunk(g));
+        const Vec16<T> b = B.keyed(k * width + e, k & B.mask, mine.chunk(g));
 #pragma unroll
         for (int c = 0; c < width; c++)
 #pragma unroll
