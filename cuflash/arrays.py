@@ -67,8 +67,8 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def is_cupy(value: Any) -> bool:
     """Whether value is a cupy.ndarray; never imports CuPy."""
-    cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(value, cupy.ndarray)
+    # another thread may be importing CuPy right now: then nobody has an array of it yet
+    return isinstance(value, getattr(sys.modules.get("cupy"), "ndarray", ()))
 
 
 def module_of(array: Any) -> Any:

@@ -272,7 +272,7 @@ class BlockMask:
     def to_elements(self, len_q: int, len_k: int) -> np.ndarray:
         """The boolean mask (batch or 1, heads or 1, len_q, len_k) of single pairs: for tests and pictures."""
         rows, columns = np.arange(len_q) // self.block_q, np.arange(len_k) // self.block_k
-        dense = self.covering(len_k).dense()
+        dense = self.covering(len_q, len_k).dense()
         return dense[:, :, rows[:, None], columns[None]]
 
     def transpose(self) -> BlockMask:
@@ -290,14 +290,18 @@ class BlockMask:
             self._transposed._transposed = self
         return self._transposed
 
-    def covering(self, len_k: int) -> BlockMask:
-        """This mask with at least the block columns that len_k keys need; those added keep nothing."""
-        need = -(-len_k // self.block_k)
-        if need <= self.n_columns:
+    def covering(self, len_q: int, len_k: int) -> BlockMask:
+        """This mask with at least the block rows and columns of these lengths; those added keep nothing.
+
+        Kernels rely on it: they look up the row of any query block, and of any key block in the backward.
+        """
+        n_rows, n_columns = -(-len_q // self.block_q), -(-len_k // self.block_k)
+        if n_rows <= self.n_rows and n_columns <= self.n_columns:
             return self
-        if self._wider is None or self._wider.n_columns != need:
-            self._wider = BlockMask._trusted(self.block_q, self.block_k, self.indptr, self.indices, need)
-            self._wider._on_device = self._on_device  # the same arrays, on a device too
+        need = max(n_rows, self.n_rows), max(n_columns, self.n_columns)
+        if self._wider is None or self._wider.shape[2:] != need:
+            indptr = np.pad(self.indptr, ((0, 0), (0, 0), (0, need[0] - self.n_rows)), "edge")
+            self._wider = BlockMask._trusted(self.block_q, self.block_k, indptr, self.indices, need[1])
         return self._wider
 
     def on_device(self, xp: Any) -> tuple[Any, Any]:

@@ -214,7 +214,7 @@ def _window(call: Call, value: Any) -> tuple[int | None, int | None]:
 
 
 def block_mask(call: Call, value: Any, longest_q: int, longest_k: int) -> Any:
-    """The BlockMask, checked against the call and grown to cover its keys; None without one."""
+    """The BlockMask, checked against the call and grown to cover it; None without one."""
     if value is None:
         return None
     from cuflash.blockmask import BlockMask
@@ -241,7 +241,11 @@ def block_mask(call: Call, value: Any, longest_q: int, longest_k: int) -> Any:
                 f"block_mask covers {label} {blocks * block}, {blocks} blocks of {block}; needed is {length}",
                 f"Give {-(-length // block)} blocks along {label}.", show=("q", "k"),
             )  # fmt: skip
-    return value.covering(longest_k)
+    # with lengths on the device nobody knows the longest sequence: as long as the arrays, then
+    most = [
+        next(call.sizes[a][0] for a in (f"tokens_{side}", f"len_{side}") if a in call.sizes) for side in "qk"
+    ]
+    return value.covering(longest_q or most[0], longest_k or most[1])
 
 
 def dropout(call: Call, value: Any, device: Any) -> tuple[float | None, Any, tuple[int, int, int, int]]:

@@ -152,10 +152,11 @@ def test_arrays_do_not_change():
 
 def test_covering():
     mask = BlockMask(4, 4, [0, 1, 2], [0, 1])
-    assert mask.n_columns == 2 and mask.covering(8) is mask
-    wider = mask.covering(20)
-    assert wider.shape == (1, 1, 2, 5) and wider is mask.covering(20)
-    assert wider.transpose().n_rows == 5
+    assert mask.n_columns == 2 and mask.covering(8, 8) is mask
+    wider = mask.covering(12, 20)
+    assert wider.shape == (1, 1, 3, 5) and wider is mask.covering(12, 20)
+    np.testing.assert_array_equal(wider.dense()[0, 0], np.eye(5)[:3] * [[1], [1], [0]])
+    assert wider.transpose().shape == (1, 1, 5, 3)
 
 
 def test_repr():

@@ -215,6 +215,23 @@ def test_devices(monkeypatch):
     assert problem.has_key_lengths and list(operands.key_lengths) == [5, 3]
 
 
+class CudaTensor:
+    """What DLPack sees of a tensor on a GPU."""
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, **_):
+        raise AssertionError("not read without CuPy")
+
+
+def test_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(CuflashError, match=r"^attention: k is on a CUDA device, and CuPy cannot be imported"):
+        check("forward", QKV | {"k": CudaTensor()})
+    assert cuflash.attention(Q, K, V).shape == (2, 6, 4, 3)
+
+
 def test_public_functions_refuse():
     with pytest.raises(CuflashError, match=r"^attention_vjp: kernel is 'fwd_02_tiled'\n"):
         cuflash.attention_vjp(Q, K, V, kernel="fwd_02_tiled")
@@ -319,6 +336,16 @@ def test_lengths():
         assert operands.query_lengths.dtype in (np.int32, np.int64) and list(operands.query_lengths) == [2, 6]
     problem, _ = check("forward", PACKED, CUMULATIVE | {"bias": zeros(2, 1, 9, 3)})
     assert problem.batch == 2 and problem.len_q == 6
+
+
+def test_block_mask_covers_what_kernels_look_up():
+    """A mask without its last empty columns, and packed sequences whose lengths only the device knows."""
+    short = BlockMask(2, 2, [0, 1, 2, 3], [0, 0, 1])
+    assert check("forward", QKV, {"block_mask": short})[1].block_mask.shape == (1, 1, 3, 3)
+    ends = spec((3,), "int32")
+    options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "block_mask": BlockMask.causal(4, 4, 2, 2)}
+    _, operands = check("forward", PACKED, options, specs=True)
+    assert operands.block_mask.shape == (1, 1, 3, 3) and operands.block_mask.n_kept == 3
 
 
 def test_dlpack():
