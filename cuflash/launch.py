@@ -4,12 +4,12 @@ A call goes two ways.  run(plan, operands) prepares a call and makes it.  A prep
 but the addresses: the next call with the same shapes, strides, dtypes and options only fills in pointers and
 launches (`key`, `cached`, the call).  attention.py tries that way first:
 
-    key = launch.key("forward", arrays, options)      # arrays in launch.ORDER, None where there is none
+    key = launch.key(arrays, options)             # arrays in ORDER[direction], None where there is none
     call = launch.cached(key, arrays)
     if call is not None:
-        return call(arrays, seed)                     # name -> result, in the caller's axis order
+        return call(arrays, seed)                 # name -> result, in the caller's axis order
     ... check, plan, run ...
-    launch.remember(key, plan, operands)              # keeps only what the fast way can repeat
+    launch.remember(key, plan, operands)          # keeps only what the fast way can repeat
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ log = logging.getLogger("cuflash")
 MAX_PREPARED = 4096  # prepared calls kept; at more, all are forgotten
 
 # The arrays of a call in the order that key, cached and prepared calls take them.
-ORDER = (
-    "q", "k", "v", "out", "lse", "dout", "dlse", "bias", "mask", "alibi_slopes", "sink",
-    "query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k",
-    "dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes", "workspace", "seed",
+_OPTIONS = (
+    "bias", "mask", "alibi_slopes", "sink",
+    "query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k", "workspace", "seed",
 )  # fmt: skip
-_POSITION = {name: position for position, name in enumerate(ORDER)}
+_GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes")
+ORDER = {
+    "forward": ("q", "k", "v", "out", "lse", *_OPTIONS),
+    "backward": ("dout", "q", "k", "v", "out", "lse", "dlse", *_OPTIONS, *_GRADIENTS),
+}
 _FIELDS = {name: f"{field}.data" for field, name in args.OPERANDS.items()} | {"seed": "seed_pointer"}
-_WORKSPACE = _POSITION["workspace"]
 _prepared: dict[Any, Prepared] = {}
 
 
@@ -55,25 +57,24 @@ def run(plan: Plan, operands: Operands) -> dict[str, Any]:
             return dict(zip(("out", "lse"), tiled.forward(plan.problem, operands), strict=True))
         return tiled.backward(plan.problem, operands)
     call = Prepared(plan, operands)
-    arrays = [_array(operands, name) for name in ORDER]
-    results = call(arrays, operands.seed if isinstance(operands.seed, int) else 0, operands)
-    given = {name for name in results if arrays[_POSITION[name]] is not None}
+    seed = operands.seed if isinstance(operands.seed, int) else 0
+    results = call([_array(operands, name) for name in call.order], seed, operands)
     return {
-        name: array if name in given else canonical(plan.problem, name, array)
+        name: array if name in call.given else canonical(plan.problem, name, array)
         for name, array in results.items()
     }
 
 
-def key(direction: str, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def key(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a prepared call depends on; None when an array is not a plain cupy.ndarray.
 
-    arrays: the caller's, in ORDER.  options: every other argument, hashable; dropout without its seed.
+    arrays: the caller's, in ORDER.  options: direction and every other argument; dropout without its seed.
     """
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return None
     plain = cupy.ndarray
-    parts: list[Any] = [direction, options]
+    parts: list[Any] = [options]
     for array in arrays:
         if array is None:
             parts.append(None)
@@ -130,21 +131,25 @@ class Prepared:
         self._lock = threading.Lock()
         self._loaded = [self.backend.load(launch) for launch in plan.launches]
         self._names = outputs_of(plan.problem)
-        given = [_array(operands, name) for name in ORDER]
-        self._written = [_POSITION[name] for name in self._names if given[_POSITION[name]] is not None]
+        self.order = ORDER[plan.problem.direction]
+        arrays = [_array(operands, name) for name in self.order]
+        there = {name for name, array in zip(self.order, arrays, strict=True) if array is not None}
+        self.given = there.intersection(self._names)
+        self._workspace_at = self.order.index("workspace")
+        self._written = [self.order.index(name) for name in self.given]
         self.written = bool(self._written) or operands.workspace is not None
-        self._extents = [_extent(array) for array in given]
+        self._extents = [_extent(array) for array in arrays]
+        self._words = {name: args.offset_of(field) // 8 for name, field in _FIELDS.items()}
         self._inputs = [
-            (position, args.offset_of(_FIELDS[name]) // 8)
-            for position, name in enumerate(ORDER)
-            if given[position] is not None and name in _FIELDS
+            (position, self._words[name])
+            for position, name in enumerate(self.order)
+            if name in there and name in self._words
         ]
         self._new = [
             (name, shape_of(plan.problem, name, operands), numpy_dtype(dtype_of(plan.problem, name)))
             for name in self._names
-            if given[_POSITION[name]] is None
+            if name not in there
         ]
-        self._words = {name: args.offset_of(field) // 8 for name, field in _FIELDS.items()}
         self._seed_word = args.offset_of("seed") // 8
         self._slot_words = self._words_of_slots()
         self._zeroed = [
@@ -171,7 +176,7 @@ class Prepared:
             (array.data.ptr + low, array.data.ptr + high) if array is not None and low < high else None
             for array, (low, high) in zip(arrays, self._extents, strict=True)
         ]
-        for position in (*self._written, _WORKSPACE):
+        for position in (*self._written, self._workspace_at):
             mine = spans[position]
             for other, span in enumerate(spans):
                 if mine and span and other != position and mine[0] < span[1] and span[0] < mine[1]:
@@ -181,9 +186,10 @@ class Prepared:
     def _run(self, arrays: Any, seed: int, operands: Operands | None) -> dict[str, Any]:
         backend, plan, pointer = self.backend, self.plan, self.backend.pointer
         results = {name: backend.empty(shape, dtype) for name, shape, dtype in self._new}
-        if self._written:
+        if self.given:
             results = {
-                name: results[name] if name in results else arrays[_POSITION[name]] for name in self._names
+                name: arrays[self.order.index(name)] if name in self.given else results[name]
+                for name in self._names
             }
         if not plan.launches:
             return self._fill_empty(results)
@@ -196,7 +202,7 @@ class Prepared:
             words[self._seed_word] = seed
             slots: list[Any] = []
             if plan.slots:
-                workspace = self._workspace(arrays[_WORKSPACE])
+                workspace = self._workspace(arrays[self._workspace_at])
                 start = pointer(workspace)
                 for word, offset in self._slot_words:
                     words[word] = start + offset
@@ -306,7 +312,7 @@ class Prepared:
 
     def _buffers(self, arrays: Any, results: dict[str, Any], slots: list[Any]) -> dict[str, Any]:
         """Every array that a kernel may touch, by name, for the emulator."""
-        named = {name: array for name, array in zip(ORDER, arrays, strict=True) if array is not None}
+        named = {name: array for name, array in zip(self.order, arrays, strict=True) if array is not None}
         named.pop("workspace", None)
         replaced = {copy.name for copy in self.plan.copies}
         for described, slot in zip(self.plan.slots, slots, strict=True):

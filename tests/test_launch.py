@@ -291,8 +291,8 @@ HERE = Device("cuda", "pretended", 90, 132, 232448, 233472, 2048, 32, 256, 128, 
 
 def call_of(given, options=()):
     """(key, arrays in ORDER) as attention.py makes them."""
-    ordered = tuple(given.get(name) for name in launch.ORDER)
-    return launch.key("forward", ordered, options), ordered
+    ordered = tuple(given.get(name) for name in launch.ORDER["forward"])
+    return launch.key(ordered, ("forward", *options)), ordered
 
 
 def test_a_prepared_call_repeats_with_other_addresses(pretend):
@@ -311,6 +311,27 @@ def test_a_prepared_call_repeats_with_other_addresses(pretend):
     assert record["Q"]["data"] == other["q"].data.ptr and record["O"]["data"] == results["out"].data.ptr
     assert record["Q"]["row"] == 32 and record["seed"] == 7
     assert results["out"].shape == (2, 5, 4, 6) and results["lse"].shape == (2, 4, 5)
+
+
+def test_attention_takes_the_warm_way(pretend, monkeypatch):
+    make, backend = pretend
+    monkeypatch.setattr(plan.devices, "gpu", lambda index: HERE)
+    given = {name: make(array.shape) for name, array in arrays().items()}
+    options = dict(causal=True, sink=make((4,)), dropout=(0.5, 3), window=(2, None))
+    first = attention(*given.values(), **options)
+    monkeypatch.setattr(plan, "make", lambda *_: pytest.fail("the second call plans nothing"))
+    out, lse = make((2, 5, 4, 6)), make((2, 4, 5))
+    again = attention(*given.values(), **(options | {"dropout": (0.5, 4)}))
+    assert again.shape == first.shape and again.data.ptr != first.data.ptr
+    assert [call[1]["seed"] for call in backend.calls] == [3, 4]
+    monkeypatch.undo()
+    monkeypatch.setattr(backends, "of", lambda device: backend)
+    monkeypatch.setattr(plan.devices, "gpu", lambda index: HERE)
+    for _ in range(2):
+        assert attention(*given.values(), out=(out, lse), return_lse=True)[0] is out
+        assert backend.calls[-1][1]["lse"]["data"] == lse.data.ptr
+    with pytest.raises(CuflashError, match="without return_lse=True"):
+        attention(*given.values(), out=(out, lse))
 
 
 @pytest.mark.parametrize("change", ["shape", "stride", "dtype", "alignment", "option", "extra array"])
@@ -531,8 +552,12 @@ def test_gradients_on_a_gpu_repeat_a_prepared_call(cupy):
             np.testing.assert_allclose(getattr(found, name).get(), getattr(want, name), rtol=0, atol=1e-4)
 
 
+NOT_ARRAYS = {"block_mask", "counter_shift", "grads", "progress"}
+
+
 def test_operands_name_every_array_once():
     fields = set(Operands.__dataclass_fields__)
     gradients = {"dq", "dk", "dv", "dbias", "dsink", "dalibi_slopes"}
-    assert set(launch.ORDER) <= fields | gradients
-    assert len(set(launch.ORDER)) == len(launch.ORDER)
+    for direction, order in launch.ORDER.items():
+        assert set(order) <= fields | gradients and len(set(order)) == len(order), direction
+    assert set(launch.ORDER["backward"]) == (fields | gradients) - NOT_ARRAYS
