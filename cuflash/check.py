@@ -51,7 +51,7 @@ def check(
     targets = check_targets.take(call, direction, options, specs)
     name_axes(call, packed, swapped)
     device = check_devices(call)
-    check_ranks(call, packed, swapped)
+    check_ranks(call, packed)
     lengths = take_lengths(call, options, device)
     dtype, out_dtype = check_dtypes(call, direction, options, targets)
     check_shapes(call, packed, lengths, targets)

@@ -48,7 +48,8 @@ def name_axes(call: Call, packed: bool, swapped: bool) -> None:
         call.axes[name] = axes
 
 
-def check_ranks(call: Call, packed: bool, swapped: bool) -> None:
+def check_ranks(call: Call, packed: bool) -> None:
+    """Every array has as many axes as its role."""
     for name, array in call.arrays.items():
         axes = call.axes[name]
         if array.ndim == len(axes):
@@ -71,17 +72,14 @@ def check_shapes(call: Call, packed: bool, lengths: dict, targets: dict) -> None
     """Bind every axis to the first array that has it; all others must agree."""
     if packed:
         call.sizes["batch"] = (lengths["cu_seqlens_q"].shape[0] - 1, "cu_seqlens_q")
-    order = (
-        "q",
-        "k",
-        "v",
-        *(name for name in call.arrays if name not in ("q", "k", "v", "bias", "mask", "workspace", "dbias")),
-    )
-    for name in order:
+    first = ("q", "k", "v")  # the others are judged by these
+    apart = (*first, "bias", "mask", "dbias", "workspace")
+    for name in (*first, *(name for name in call.arrays if name not in apart)):
         array = call.arrays[name]
         for axis, (label, n) in enumerate(zip(call.axes[name], array.shape, strict=True)):
             bound, by = call.sizes.setdefault(label, (n, name))
-            if bound != n and not (name == "alibi_slopes" and label == "batch" and n == 1):
+            broadcast = label == "batch" and n == 1 and name in ("alibi_slopes", "dalibi_slopes")
+            if bound != n and not broadcast:
                 _fail_shape(call, name, axis, label, n, bound, by)
     for name in ("head_dim", "head_dim_v"):
         n, by = call.sizes[name]
@@ -103,7 +101,7 @@ def check_shapes(call: Call, packed: bool, lengths: dict, targets: dict) -> None
             mark=(("q", call.axes["q"].index("heads")), ("k", call.axes["k"].index("heads_k"))),
         )  # fmt: skip
     for name in ("dbias", "dalibi_slopes"):
-        if name in targets and name in call.arrays and call.arrays[name].shape != call.arrays[name[1:]].shape:
+        if name in targets and call.arrays[name].shape != call.arrays[name[1:]].shape:
             call.fail(
                 f"{name} has another shape than {name[1:]}",
                 f"{name} has the shape of {name[1:]}.",
@@ -140,9 +138,8 @@ def _fail_shape(call: Call, name: str, axis: int, label: str, n: int, bound: int
 
 def check_scores(call: Call, packed: bool, longest_q: int, longest_k: int) -> None:
     """bias and mask broadcast to the scores; when packed, axes beyond 1 reach the longest sequence."""
-    scores = dict(
-        zip(_SCORES, (call.sizes["batch"][0], call.sizes["heads"][0], longest_q, longest_k), strict=True)
-    )
+    batch, heads = call.sizes["batch"][0], call.sizes["heads"][0]
+    scores = dict(zip(_SCORES, (batch, heads, longest_q, longest_k), strict=True))
     for name in ("bias", "mask"):
         if name not in call.arrays:
             continue

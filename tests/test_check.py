@@ -327,6 +327,10 @@ def test_targets_become_operands():
         "backward", BACKWARD, {"bias": zeros(6, 5), "grads": grads, "deterministic": True}
     )
     assert set(operands.grads) == {"dk", "dbias"} and operands.grads["dbias"].shape == (1, 1, 6, 5)
+    slopes = zeros(1, 4)
+    grads = Gradients(dalibi_slopes=zeros(1, 4))
+    _, operands = check("backward", BACKWARD, {"alibi_slopes": slopes, "grads": grads})
+    assert np.shares_memory(operands.grads["dalibi_slopes"], grads.dalibi_slopes)
     assert problem.deterministic and problem.spec("dk") is not None and problem.spec("dq") is None
 
 
