@@ -166,7 +166,7 @@ def forward(
             P = arithmetic.round(xp.where(visible, P, 0))
             Z = dropout_factor(problem, operands, sequence, h, i, j, arithmetic)
             O_rows = sum_over_visible(xp.where(Z == 0, 0, Z * P), V, visible)
-            O[b, place, h] = arithmetic.round(O_rows, result_dtype(problem, arithmetic))
+            O[b, place, h] = arithmetic.round_result(O_rows, result_dtype(problem, arithmetic))
     return O, lse
 
 
@@ -242,7 +242,7 @@ def backward(
             grads["dk"][b, key_place, h_k] += sum_over_visible(dS.T, Q, visible.T)
     dtypes = dict.fromkeys(("dq", "dk", "dv"), result_dtype(problem, arithmetic))
     dtypes |= {"dbias": problem.bias, "dsink": problem.accumulator, "dalibi_slopes": problem.accumulator}
-    return {name: arithmetic.round(grads[name], dtypes[name]) for name in names}
+    return {name: arithmetic.round_result(grads[name], dtypes[name]) for name in names}
 
 
 def zero_gradients(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from cuflash.arrays import module_of, numpy_dtype
@@ -28,10 +29,14 @@ from cuflash.problem import Operands, Problem
 class Arithmetic:
     """In which precision the mathematics is done.
 
-    accumulate: dtype of products, sums and softmax.  rounds_to: dtype to which S, P, O, dP, dS and the
-    gradients are rounded after each step, None for nowhere; "tf32" keeps 10 bits of the fraction, of the
-    inputs too. noise: a generator that shakes every rounding by half a unit, to draw other roundings of
-    the same size.
+    | field | meaning |
+    |---|---|
+    | accumulate | dtype of products, sums and softmax |
+    | rounds_to | dtype that S, P, O, dP, dS and the gradients are rounded to after each step, or None |
+    | noise | None, or a numpy.random.Generator that draws other errors of the same size |
+
+    rounds_to="tf32" keeps 10 bits of the fraction, of the inputs too.  With noise, S, P, dP and dS move at
+    random by up to the half unit that rounding would move them, and the inputs by a unit of accumulate.
     """
 
     accumulate: str = "float64"
@@ -39,27 +44,34 @@ class Arithmetic:
     noise: Any = None
 
     def widen(self, x: Any) -> Any:
-        """x in the accumulation dtype."""
-        x = self.shake(x.astype(self.accumulate), self.accumulate)
+        """An input in the accumulation dtype."""
+        x = x.astype(self.accumulate)
+        if self.noise is not None:
+            x = self._shake(x, self.accumulate)
         return _round_tf32(x) if self.rounds_to == "tf32" else x
 
-    def round(self, x: Any, dtype: str | None = None) -> Any:
-        """x rounded to dtype (rounds_to when None), still held in the accumulation dtype."""
-        dtype = dtype or self.rounds_to
+    def round(self, x: Any) -> Any:
+        """A step on the way (S, P, dP, dS), rounded but still held in the accumulation dtype."""
+        if self.rounds_to is not None and self.noise is not None:
+            return self._shake(x, self.rounds_to)
+        return self.round_result(x, self.rounds_to)
+
+    def round_result(self, x: Any, dtype: str | None) -> Any:
+        """A result (out, a gradient) rounded to its dtype, still held in the accumulation dtype."""
         if self.rounds_to is None:
             return x
         if dtype == "tf32":
             return _round_tf32(x)
-        return self.shake(x, dtype).astype(numpy_dtype(dtype)).astype(self.accumulate)
+        return x.astype(numpy_dtype(dtype)).astype(self.accumulate)
 
-    def shake(self, x: Any, dtype: str) -> Any:
-        """x moved by up to half a unit in the last place of dtype, when there is noise."""
-        if self.noise is None:
-            return x
-        import ml_dtypes
-
-        half_unit = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps) / 2
-        return x * (1 + half_unit * module_of(x).asarray(self.noise.uniform(-1, 1, x.shape))).astype(x.dtype)
+    def _shake(self, x: Any, dtype: str) -> Any:
+        """x moved by a random part, -1 to 1, of half a unit of dtype, of a whole unit of accumulate."""
+        xp = module_of(x)
+        eps = 2.0**-10 if dtype == "tf32" else float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
+        _, exponent = xp.frexp(x)  # |x| is from 2^(exponent - 1) to 2^exponent
+        part = xp.asarray(self.noise.uniform(-1, 1, x.shape)).astype(x.dtype)
+        half_unit = eps / 2 if dtype == self.accumulate else eps / 4
+        return x + part * xp.ldexp(xp.asarray(half_unit, x.dtype), exponent)
 
 
 def _round_tf32(x: Any) -> Any:
