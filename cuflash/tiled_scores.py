@@ -1,0 +1,195 @@
+"""What the forward and the backward share: loading tiles, and what becomes of a product before it is a score.
+
+A product does more than multiply.  A tile is loaded with one more column, and
+
+    [Q, -m] [K, 1]^T = Q K^T - m          [dO, -delta] [V, 1]^T = dO V^T - delta
+
+come out with the row's number subtracted: one column of 65 is cheaper than a pass over the tile.
+
+Everything speaks in positions inside the sequence: queries from i0, keys from j0.  So do the kernels
+(kernels/lib/score.cuh): read either beside the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.introspect import opt_func_info
+
+from cuflash.philox import dropout_keep
+from cuflash.problem import Operands, Problem
+from cuflash.reference_scores import Sequence
+from cuflash.tiled_visible import Visible, part, plane
+
+
+class Base(NamedTuple):
+    """What P is an exponential of: P = exp(S), with S in units of which one natural unit has `units`."""
+
+    exp: Callable
+    log: Callable
+    units: float
+
+
+NATURAL = Base(np.exp, np.log, 1.0)
+
+
+def fast_base() -> Base:
+    """Base 2 where NumPy has vector code for exp2 in float32 on this CPU, else e.
+
+    On x86 with AVX-512 exp2 makes 4.5 numbers a nanosecond, exp 2.1.
+    """
+    loops = opt_func_info(func_name="^exp2$", signature="float32").get("exp2", {})
+    has_vector_code = any(not loop["current"].startswith("baseline") for loop in loops.values())
+    return Base(np.exp2, np.log2, math.log2(math.e)) if has_vector_code else NATURAL
+
+
+FAST = fast_base()
+
+
+class Buffers:
+    """One thread's memory: named arrays, made once, handed out in the shape that a tile needs."""
+
+    def __init__(self, dtype: str):
+        self.dtype = np.dtype(dtype)
+        self._flat: dict[str, np.ndarray] = {}
+
+    def empty(self, name: str, rows: int, columns: int) -> np.ndarray:
+        """(rows, columns), C-contiguous, with any content."""
+        flat = self._flat.get(name)
+        if flat is None or flat.size < rows * columns:
+            flat = self._flat[name] = np.empty(rows * columns, self.dtype)
+        return flat[: rows * columns].reshape(rows, columns)
+
+    def by_key(self, name: str, rows: int, columns: int) -> np.ndarray:
+        """(rows, columns) that lies in memory column by column: what the backward keeps a tile of S in."""
+        return self.empty(name, columns, rows).T
+
+    def like(self, name: str, tile: np.ndarray) -> np.ndarray:
+        """An array with the shape of tile and its order in memory."""
+        return self.empty(name, *tile.shape) if tile.flags.c_contiguous else self.by_key(name, *tile.shape)
+
+    def zeros(self, name: str, rows: int, columns: int) -> np.ndarray:
+        """(rows, columns) of 0."""
+        array = self.empty(name, rows, columns)
+        array[...] = 0
+        return array
+
+    def load(self, name: str, x: np.ndarray) -> np.ndarray:
+        """x (n, n_columns) in the accumulation dtype: x itself when a product can read it in place."""
+        if x.dtype == self.dtype and x.strides[-1] == x.itemsize:
+            return x
+        tile = self.empty(name, *x.shape)
+        np.copyto(tile, x, casting="unsafe")
+        return tile
+
+    def load_with(self, name: str, x: np.ndarray, column: Any, factor: float = 1.0) -> np.ndarray:
+        """[factor x, column], (n, dim + 1), of x (n, dim): in the accumulation dtype, with one more column."""
+        n, dim = x.shape
+        tile = self.empty(name, n, dim + 1)
+        np.copyto(tile[:, :dim], x, casting="unsafe")
+        if factor != 1:  # in float64: a rounded factor would shift all scores of a row alike
+            np.multiply(tile[:, :dim], np.float64(factor), out=tile[:, :dim], casting="unsafe")
+        tile[:, dim] = column
+        return tile
+
+
+class Head:
+    """One query head of one sequence: its rows, and what turns a product into a score.
+
+    | field | meaning |
+    |---|---|
+    | q, k, v | (len_q, head_dim), (len_k, head_dim), (len_k, head_dim_v): views of the rows that exist |
+    | visible | its masks |
+    | q_factor | Q is multiplied by this when it is loaded |
+    | folds_m | the product subtracts m; else `change` does, after the softcap or a scale above 1 |
+    | base | of P and S; natural unless the caller has a faster one, and scores are plain products |
+    """
+
+    def __init__(
+        self, problem: Problem, operands: Operands, sequence: Sequence, h: int, fast: Base = NATURAL
+    ):
+        b = sequence.array_b
+        self.problem, self.operands, self.sequence, self.h = problem, operands, sequence, h
+        self.query_rows = (b, slice(sequence.q_start, sequence.q_start + sequence.len_q), h)
+        self.key_rows = (b, slice(sequence.k_start, sequence.k_start + sequence.len_k), h // problem.group)
+        self.per_query = (b, h, self.query_rows[1])  # of lse, dlse, delta
+        self.q, self.k, self.v = operands.q[self.query_rows], operands.k[self.key_rows], operands.v[self.key_rows]
+        self.visible = Visible(problem, operands, sequence, h)
+        self.slope = float(plane(operands.alibi_slopes, sequence.b, h)) if problem.has_alibi else None
+        self.bias = plane(operands.bias, sequence.b, h) if problem.bias is not None else None
+
+        # can a pair inside a computed tile be hidden?
+        self.has_holes = self.visible.has_holes or self.bias is not None
+
+        self.number = np.dtype(problem.accumulator).type
+        # a scale above 1 could take Q over the dtype's limit where q.k itself stays inside
+        self.folds_m = problem.softcap is None and abs(problem.scale) <= 1
+        is_plain = self.folds_m and self.slope is None and self.bias is None
+        self.base = fast if is_plain and problem.accumulator == "float32" else NATURAL
+        self.q_factor = problem.scale * self.base.units if self.folds_m else 1.0
+
+    def change(
+        self, S: np.ndarray, m: np.ndarray, i0: int, j0: int, buffers: Buffers, tanh: np.ndarray | None = None
+    ) -> None:
+        """From the product to the score above m, in place: softcap, ALiBi, bias, masks, in this order.
+
+        S (n_queries, n_keys): [Q, -m] [K, 1]^T when folds_m, else Q K^T.  m (n_queries,).
+        tanh, of S's shape: gets the tanh of the softcap, from which the backward takes the derivative.
+        """
+        i1, j1 = i0 + S.shape[0], j0 + S.shape[1]
+        if not self.folds_m:
+            S *= self.number(self.problem.scale)
+        if self.problem.softcap is not None:
+            S /= self.number(self.problem.softcap)
+            np.tanh(S, out=S)
+            if tanh is not None:
+                np.copyto(tanh, S)
+            S *= self.number(self.problem.softcap)
+        if not self.folds_m:
+            S -= m[:, None]
+        if self.slope is not None:
+            distance = self.distance(i0, j0, buffers.like("distance", S))
+            distance *= self.number(self.slope)
+            S -= distance
+        if self.bias is not None:
+            tile = part(self.bias, i0, i1, j0, j1)
+            bias = buffers.like("bias", S) if tile.shape == S.shape else buffers.empty("bias", *tile.shape)
+            np.copyto(bias, tile, casting="unsafe")
+            S += bias
+        self.visible.hide(S, i0, j0)
+
+    def pairs(self, S: np.ndarray, *tiles: np.ndarray) -> np.ndarray | None:
+        """Which pairs of S are visible, for `product`; None when every number of the tiles is finite, and nobody asks."""
+        if not self.has_holes or all(np.isfinite(tile).all() for tile in tiles):
+            return None
+        return S != -np.inf
+
+    def distance(self, i0: int, j0: int, out: np.ndarray) -> np.ndarray:
+        """|i + offset - j|, what a slope is multiplied by, for the tile `out` that starts at (i0, j0)."""
+        i, j = np.arange(out.shape[0]), np.arange(out.shape[1])
+        # relative to the tile's corner: small whole numbers, and large offsets, are exact in float32
+        i = (i + (i0 + self.sequence.offset - j0)).astype(out.dtype)
+        np.subtract(i[:, None], j.astype(out.dtype), out=out)
+        return np.abs(out, out=out)
+
+    def dropped(self, i0: int, i1: int, j0: int, j1: int) -> np.ndarray:
+        """Which weights dropout takes away: bool (n_queries, n_keys)."""
+        at = (self.problem.dropout, self.sequence.b, self.h, np.arange(i0, i1), np.arange(j0, j1))
+        return ~dropout_keep(self.operands.seed, *at, self.operands.counter_shift)
+
+
+def product(weights: np.ndarray, x: np.ndarray, pairs: np.ndarray | None, out: np.ndarray) -> np.ndarray:
+    """weights (n, m) @ x (m, dim), written to out: the weight of a hidden pair is 0, and 0 takes nothing from NaN.
+
+    pairs (n, m): True where visible; None when x is finite, so that it does not matter.
+    """
+    if pairs is None:
+        return np.matmul(weights, x, out=out)
+    is_finite = np.isfinite(x).all(axis=1)
+    np.matmul(weights, np.where(is_finite[:, None], x, 0), out=out)
+    for row in np.flatnonzero(~is_finite):
+        out += np.where(pairs[:, row, None], weights[:, row, None] * x[row], 0)
+    return out
