@@ -47,12 +47,11 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bshd") -> 
     """
     outs, lses, xp = _parts("merge", list(outs), list(lses), layout)
     dtype = _accumulator(lses)
-    with np.errstate(all="ignore"):
-        lse = _log_sum_exp(xp, [part.astype(dtype) for part in lses])
-        out = None
-        for part, lse_part in zip(outs, lses, strict=True):
-            weighted = _weighted(xp, _weight(xp, lse_part.astype(dtype), lse, layout), part.astype(dtype))
-            out = weighted if out is None else out + weighted
+    weights, lse = _weights(xp, [part.astype(dtype) for part in lses])
+    out = None
+    for part, w in zip(outs, weights, strict=True):
+        weighted = _times(xp, _on_axes_of_out(w, layout), part.astype(dtype))
+        out = weighted if out is None else out + weighted
     return out, lse
 
 
@@ -69,8 +68,7 @@ def merge_backward(
     | outs, lses | | the parts, as given to `merge` |
     | out, lse | | what `merge` returned |
 
-        dout_part = w dout          dlse_part = w (dlse + dout . (out_part - out))          w =
-        exp(lse_part - lse)
+        w = exp(lse_part - lse)      dout_part = w dout      dlse_part = w (dlse + dout . (out_part - out))
 
     Returns two lists with one array a part, float32, float64 where an lse is float64.
 
@@ -86,40 +84,43 @@ def merge_backward(
     *outs, out, dout = (array.astype(dtype) for array in outs)
     *lses, lse, given_dlse = (array.astype(dtype) for array in lses)
     dlse = xp.zeros_like(lse) if dlse is None else given_dlse
+    weights, _ = _weights(xp, lses)
     douts, dlses = [], []
-    with np.errstate(all="ignore"):
-        for part, lse_part in zip(outs, lses, strict=True):
-            w = _weight(xp, lse_part, lse, layout)
-            douts.append(_weighted(xp, w, dout))
-            towards = (dout * (part - out)).sum(axis=-1)  # how the output moves as this part's weight grows
-            towards = towards if layout == "bhsd" else towards.swapaxes(-1, -2)
-            dlses.append(_weighted(xp, _weight(xp, lse_part, lse), dlse + towards))
+    with np.errstate(invalid="ignore"):
+        for part, w in zip(outs, weights, strict=True):
+            douts.append(_times(xp, _on_axes_of_out(w, layout), dout))
+            towards = (dout * (part - out)).sum(axis=-1)  # what out gains as this part's weight grows
+            dlses.append(_times(xp, w, dlse + (towards if layout == "bhsd" else towards.swapaxes(-1, -2))))
     return douts, dlses
 
 
-def _log_sum_exp(xp: Any, lses: list[Any]) -> Any:
-    """log of the sum of exp over a list of arrays; -inf where all are."""
-    m = lses[0]
-    for part in lses[1:]:
-        m = xp.maximum(m, part)
-    m = xp.where(xp.isneginf(m), 0, m)
-    total = xp.exp(lses[0] - m)
-    for part in lses[1:]:
-        total = total + xp.exp(part - m)
-    return m + xp.log(total)
+def _weights(xp: Any, lses: list[Any]) -> tuple[list[Any], Any]:
+    """(weights of the parts, lse of the whole), each with the axes of a lse.
+
+    The weights sum to 1, to 0 where all parts are empty.  They are not taken from exp(lse_part - lse): a
+    large lse has no digits left for the log of a sum of few terms.
+    """
+    with np.errstate(all="ignore"):
+        m = lses[0]
+        for part in lses[1:]:
+            m = xp.maximum(m, part)
+        m = xp.where(xp.isneginf(m), 0, m)
+        terms = [xp.exp(part - m) for part in lses]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return [term / xp.where(total == 0, 1, total) for term in terms], m + xp.log(total)
 
 
-def _weight(xp: Any, lse_part: Any, lse: Any, layout: str | None = None) -> Any:
-    """exp(lse_part - lse), 0 where the part is empty; with a layout, on the axes of out in it."""
-    w = xp.where(xp.isneginf(lse_part), 0, xp.exp(lse_part - lse)).astype(lse.dtype)
-    if layout is None:
-        return w
+def _on_axes_of_out(w: Any, layout: str) -> Any:
+    """Weights (..., heads, len_q) with the axes of out."""
     return (w if layout == "bhsd" else w.swapaxes(-1, -2))[..., None]
 
 
-def _weighted(xp: Any, w: Any, values: Any) -> Any:
+def _times(xp: Any, w: Any, values: Any) -> Any:
     """w * values, 0 where w is 0: a row that is empty in a part takes nothing from it, NaN included."""
-    return xp.where(w == 0, 0, w * values).astype(values.dtype)
+    with np.errstate(invalid="ignore"):
+        return xp.where(w == 0, 0, w * values)
 
 
 def _accumulator(lses: list[Any]) -> str:

@@ -42,7 +42,7 @@ from cuflash.reference_scores import Arithmetic, Sequence, scores, sequences, sl
 
 FLOAT64 = Arithmetic("float64")
 LONGDOUBLE = Arithmetic("longdouble")  # judges float64 kernels; NumPy only, small sizes only
-MAX_BLOCK = {"numpy": 2**21, "cupy": 2**25}  # scores held at once
+MAX_BLOCK = {"numpy": 2**19, "cupy": 2**25}  # scores held at once
 
 
 # ---- the public functions
