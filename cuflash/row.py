@@ -55,6 +55,9 @@ class Tile:
     """One tile size of a row.  The first that takes the problem and fits the device's shared memory wins.
 
     up_to: the largest head_dim and head_dim_v it takes; None: any, walked in chunks of `chunk`.
+    chunk_v: the widest chunk of head_dim_v, where it is not `chunk`.
+    least: smaller head_dims are padded to it.
+    spills: bytes of spill stores and loads a thread may have without options; the kernel's header says why.
     """
 
     tile_q: int
@@ -63,11 +66,20 @@ class Tile:
     stages: int = 1
     up_to: int | None = None
     chunk: int | None = None
+    chunk_v: int | None = None
     itemsizes: tuple[int, ...] = (2, 4, 8)
+    least: int = 16
+    spills: int = 0
 
     def head_dim(self, size: int) -> int:
         """What CUFLASH_HEAD_DIM becomes for a head_dim: its class, or the chunk it is walked in."""
-        return self.chunk or min(c for c in CLASSES if c >= size)
+        return self.chunk or min(c for c in CLASSES if c >= max(size, self.least))
+
+    def head_dim_v(self, size: int) -> int:
+        """What CUFLASH_HEAD_DIM_V becomes for a head_dim_v."""
+        if self.chunk_v is None:
+            return self.head_dim(size)
+        return min(c for c in (*CLASSES, self.chunk_v) if c >= min(size, self.chunk_v))
 
     def takes(self, problem: Problem) -> bool:
         widest = max(problem.head_dim, problem.head_dim_v)

@@ -30,10 +30,9 @@ def row_shape(problem: Problem) -> tuple[int, int, int]:
     return (1 if problem.packed else problem.batch), problem.heads, problem.len_q
 
 
-def row_slots(problem: Problem) -> tuple[Slot, ...]:
-    """What pass_delta writes."""
-    shape = row_shape(problem)
-    return Slot("delta", problem.accumulator, shape), Slot("lse_log2", problem.accumulator, shape)
+def delta_slot(problem: Problem) -> Slot:
+    """What pass_delta writes; a row that also wants the scaled lse has a second slot, "lse_log2"."""
+    return Slot("delta", problem.accumulator, row_shape(problem))
 
 
 def dq_sum_slot(problem: Problem) -> Slot:
@@ -72,6 +71,10 @@ def _dbias_tiles(problem: Problem, p: Params) -> Grid:
     return ceil_div(rows, tile) * ceil_div(cols, tile) * batch * heads, 1, 1
 
 
+def _dbias_row_tiles(problem: Problem, p: Params) -> Grid:
+    return n_slots(problem, problem.len_q, _dbias_tile(p)) * problem.heads, 1, 1
+
+
 def _dbias_smem(p: Params) -> int:
     size, tile = accumulator_bytes(p), _dbias_tile(p)
     kept = kept_blocks_bytes(tile, tile, p["BLOCK_Q"], p["BLOCK_KV"]) if p["BLOCK_MASK"] else 0
@@ -99,6 +102,7 @@ def _wants(name: str):
     return lambda problem: name in problem.gradients
 
 
+DSINK_USES = ("DTYPE", "N_WARPS", "LENGTHS_Q", "PACKED")
 DELTA = Step("pass_delta", delta_rows, uses=DELTA_USES)
 CONVERT_DQ = Step(
     "pass_convert__dq",
@@ -110,9 +114,16 @@ CONVERT_DQ = Step(
 OPTIONS_BEFORE = (Step("pass_dbias__zero", _dbias_rows, _dbias_smem, when=_case(1)),)
 OPTIONS_AFTER = (
     Step("pass_dbias__keys", _dbias_entries, _dbias_smem, when=_case(2)),
+    Step("pass_dbias__row_sums", _dbias_row_tiles, _dbias_smem, when=_case(3)),
     Step("pass_dbias__rows", _dbias_entries, _dbias_smem, when=_case(3)),
     Step("pass_dbias", _dbias_tiles, _dbias_smem, when=_case(4)),
-    Step("pass_dsink", _heads, _sum_smem, when=_wants("dsink"), uses=("DTYPE", "N_WARPS", "PACKED")),
+    Step(
+        "pass_dsink",
+        _heads,
+        _sum_smem,
+        when=_wants("dsink"),
+        uses=("DTYPE", "N_WARPS", "LENGTHS_Q", "PACKED"),
+    ),
     Step(
         "pass_dalibi",
         _slopes,
@@ -124,10 +135,11 @@ OPTIONS_AFTER = (
 
 
 def option_slots(problem: Problem, p: Params) -> tuple[Slot, Slot]:
-    """Slots 0 and 1 of a backward row: parts of dalibi_slopes by key tile, dbias summed over the queries."""
-    batch, heads, _ = row_shape(problem)
+    """Slots 0 and 1 of a backward row: parts of dalibi_slopes by key tile, sums of dbias over one axis."""
+    batch, heads, len_q = row_shape(problem)
     parts = (n_slots(problem, problem.len_k, p["TILE_KV"]), heads) if p["DALIBI"] else (0,)
-    sums = (batch, heads, problem.len_k) if p["DBIAS"] == 2 else (0,)
+    length = {2: problem.len_k, 3: len_q}.get(p["DBIAS"])
+    sums = (0,) if length is None else (batch, heads, length)
     return (
         Slot("dalibi_parts", problem.accumulator, parts, zero=True),
         Slot("dbias_sums", problem.accumulator, sums, zero=True),
@@ -169,7 +181,7 @@ def _tiled_smem(p: Params) -> int:
 
 def _tiled_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     sums = () if problem.deterministic else (dq_sum_slot(problem),)
-    return (*option_slots(problem, p), *row_slots(problem), *sums)
+    return (*option_slots(problem, p), delta_slot(problem), *sums)
 
 
 BWD_02 = Row(
@@ -179,13 +191,14 @@ BWD_02 = Row(
     (
         Tile(64, 64, 4, up_to=32, chunk=32, itemsizes=(2, 4)),
         Tile(32, 64, 4, up_to=32, chunk=32, itemsizes=(2, 4)),
-        Tile(64, 64, 4, up_to=64, itemsizes=(2, 4)),
-        Tile(32, 64, 4, up_to=128, itemsizes=(2, 4)),
-        Tile(32, 32, 4, up_to=64, itemsizes=(2, 4)),
+        Tile(64, 64, 4, up_to=64, itemsizes=(2, 4), least=32),
+        Tile(32, 64, 4, up_to=128, itemsizes=(2, 4), least=32),
+        Tile(32, 32, 4, up_to=64, itemsizes=(2, 4), least=64),
         Tile(32, 64, 4, up_to=192, chunk=96, itemsizes=(2, 4)),
         Tile(32, 64, 4, chunk=128, itemsizes=(2, 4)),
+        Tile(32, 32, 4, up_to=32, chunk=32, itemsizes=(8,)),
         Tile(32, 32, 4, chunk=64),
-        Tile(32, 32, 4, chunk=32),
+        Tile(32, 32, 4, chunk=32, itemsizes=(8,)),
     ),
     (
         DELTA,
@@ -218,7 +231,7 @@ def _naive_dq_grid(problem: Problem, p: Params) -> Grid:
 
 
 def _naive_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
-    return row_slots(problem)
+    return (delta_slot(problem),)
 
 
 BWD_01 = Row(

@@ -4,7 +4,7 @@
 // Changes      nothing was stored but lse: P = e^(s - lse) costs one product; delta (pass_delta.cu) replaces the row sum
 //              of P * dP that softmax's derivative asks for
 //
-// Algorithm    P = 2^(score - lse),   dP = dO.v,   dS = P (dP - delta)
+// Algorithm    P = e^(score - lse),   dP = dO.v,   dS = P (dP - delta)
 //              bwd_01_naive       a thread owns row j of dK and dV:   for each query head of its group, each query that sees j:
 //                                   dV += P dO_i,   dK += dS Q_i            (GQA: summed in the thread)
 //              bwd_01_naive__dq   a thread owns row i of dQ:          for each key it sees:   dQ += dS K_j
@@ -44,9 +44,9 @@ DEVICE Pair pair_of(const Args& args, const Scoring& scoring, i64 b, i64 h, i64 
   for (i64 d = 0; d < args.head_dim; d++) product += convert<acc>(Q.load(q_row + d)) * convert<acc>(K.load(k_row + d));
 #pragma unroll 4
   for (i64 d = 0; d < args.head_dim_v; d++) dP += convert<acc>(dO.load(do_row + d)) * convert<acc>(V.load(v_row + d));
-  const acc lse_log2 = Global<acc>(args.lse_log2.data).load(b * args.lse_log2.batch + h * args.lse_log2.head + i * args.lse_log2.row);
+  const acc lse = Global<acc>(args.lse.data).load(b * args.lse.batch + h * args.lse.head + i * args.lse.row);
   const acc delta = Global<acc>(args.delta.data).load(b * args.delta.batch + h * args.delta.head + i * args.delta.row);
-  const acc P = exp2_approx(capped_log2(scoring, product) - lse_log2);
+  const acc P = lse == NEG_INF ? acc(0) : exp2_approx((capped_log2(scoring, product) - lse) * LOG2E);
   return {P, P * (dP - delta)};
 }
 
@@ -81,7 +81,7 @@ KERNEL(n_threads, 1) bwd_01_naive(const __grid_constant__ Args args) {
 
 #pragma unroll 1
   for (i64 h = own.h * group; h < (own.h + 1) * group; h++) {
-    const Scoring scoring = scoring_of(args, seq, h);
+    const Scoring scoring = natural_scoring_of(args, seq, h);
 #pragma unroll 1
     for (i32 i = queries.begin; i < queries.end; i++) {
       const Pair pair = pair_of(args, scoring, own.b, h, own.h, i, own.row);
@@ -98,7 +98,7 @@ KERNEL(n_threads, 1) bwd_01_naive__dq(const __grid_constant__ Args args) {
   const i64 d0 = own.chunk * head_dim_tile, h_k = own.h / (args.heads / args.heads_k);
   if (d0 >= args.head_dim) return;   // the last block is not full
   const Sequence seq = sequence_of(args, own.b);
-  const Scoring scoring = scoring_of(args, seq, own.h);
+  const Scoring scoring = natural_scoring_of(args, seq, own.h);
   const Range keys = visible_keys(args, seq, own.row);
 
   acc dQ[head_dim_tile];

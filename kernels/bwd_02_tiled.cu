@@ -8,7 +8,7 @@
 //                K, V -> shared, once
 //                for each query head of the group, each query tile that sees these keys:
 //                  S = Q K^T,  dP = dO V^T                     registers
-//                  P = 2^(score - lse),  dS = P (dP - delta)   lib/gradient.cuh; both to shared memory
+//                  P = e^(score - lse),  dS = P (dP - delta)   lib/gradient.cuh; both to shared memory
 //                  dV += P^T dO,  dK += dS^T Q                 registers, over the whole walk: GQA needs no copies
 //                  dQ_sum += dS K                              added to memory atomically, 16 bytes at a time
 //                dK * scale, dV -> memory                      (pass_convert makes dQ of dQ_sum)
@@ -83,7 +83,7 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
   const int thread = threadIdx.x, lane = thread % 32;
   const i32 n_chunks = chunks_of<head_dim_tile, head_dim_v_tile>(args);
   const i32 own_chunk = static_cast<i32>(blockIdx.x % n_chunks);
-  const i64 x = blockIdx.x / n_chunks, group = args.heads / args.heads_k;
+  const i64 x = blockIdx.x / n_chunks;
   const KeyTile own = key_tile_of(args, x, tile_kv, args.heads_k);
   if (!own.exists) return;
   const Sequence& seq = own.seq;
@@ -97,6 +97,7 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
   clear(dV);
   const i32 j1 = smallest(own.j0 + tile_kv, seq.len_k);
   const Range queries = own.j0 < j1 ? visible_queries(args, seq, own.j0, j1 - 1) : Range{0, 0};
+  const i64 group = queries.begin < queries.end ? args.heads / args.heads_k : 0;   // keys that nobody sees: dK = dV = 0
   bool new_keys = true;
 
 #pragma unroll 1
@@ -140,7 +141,7 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
         clear(dQ);
         multiply(of_q, dQ, smem.dS, smem.tile.K);
         add_block(of_q, dQ, args.dQ_sum.data,
-                  tile_source(args.dQ_sum, seq.array_b, seq.q_row0, h, i0, seq.len_q, own_chunk * head_dim_tile, args.head_dim));
+                  tile_source(args.dQ_sum, seq.array_b, seq.q_row0, opaque(static_cast<int>(h)), i0, seq.len_q, own_chunk * head_dim_tile, args.head_dim));
       }
     }
 
@@ -176,31 +177,33 @@ KERNEL(n_threads, 1) bwd_02_tiled__dq(const __grid_constant__ Args args) {
     const i32 i0 = own.i0, i1 = smallest(i0 + tile_q, seq.len_q);
     const OfScores of_scores(thread);
     const OfQ of_q(thread);
-    const HeadRules rules = head_rules_of(args, seq, own.h);
     const Range keys = i0 < i1 ? visible_keys(args, seq, i0, i1 - 1) : Range{0, 0};
-    WalkKeys walk(args.blocks, seq.b, own.h, i0, i1, keys.begin, lane);
     bool new_queries = true;
 
     acc dQ[OfQ::rows][OfQ::cols];
     clear(dQ);
+    if (keys.begin < keys.end) {
+      const HeadRules rules = head_rules_of(args, seq, own.h);
+      WalkKeys walk(args.blocks, seq.b, own.h, i0, i1, keys.begin, lane);
 #pragma unroll 1
-    for (i32 j0 = keys.begin / tile_kv * tile_kv; j0 < keys.end; j0 += tile_kv) {
-      if constexpr (has_block_mask) j0 = walk.next(j0);
-      if (has_block_mask && j0 >= keys.end) break;
-      if (thread < 32) smem.fill_blocks(walk, j0, lane);   // read after the barriers in score_products
+      for (i32 j0 = keys.begin / tile_kv * tile_kv; j0 < keys.end; j0 += tile_kv) {
+        if constexpr (has_block_mask) j0 = walk.next(j0);
+        if (has_block_mask && j0 >= keys.end) break;
+        if (thread < 32) smem.fill_blocks(walk, j0, lane);   // read after the barriers in score_products
 
-      acc S[OfScores::rows][OfScores::cols], dP[OfScores::rows][OfScores::cols];
-      clear(S);
-      clear(dP);
-      score_products<n_threads>(args, smem.tile, of_scores, S, dP, seq, own.h, own.h_k, i0, j0, own_chunk, new_queries, true, thread);
-      new_queries = false;
+        acc S[OfScores::rows][OfScores::cols], dP[OfScores::rows][OfScores::cols];
+        clear(S);
+        clear(dP);
+        score_products<n_threads>(args, smem.tile, of_scores, S, dP, seq, own.h, own.h_k, i0, j0, own_chunk, new_queries, true, thread);
+        new_queries = false;
 
-      const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile_q, j0, j0 + tile_kv);
-      tile_gradient(args, smem.tile, of_scores, S, dP, seq, rules, i0, j0, full,
-                    [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); }, [](int, int, i32, i32, acc) {});
-      store_shared(of_scores, dP, smem.dS);
-      block_sync();   // dS is there
-      multiply(of_q, dQ, smem.dS, smem.tile.K);
+        const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile_q, j0, j0 + tile_kv);
+        tile_gradient(args, smem.tile, of_scores, S, dP, seq, rules, i0, j0, full,
+                      [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); }, [](int, int, i32, i32, acc) {});
+        store_shared(of_scores, dP, smem.dS);
+        block_sync();   // dS is there
+        multiply(of_q, dQ, smem.dS, smem.tile.K);
+      }
     }
     store_block<out_elem>(of_q, dQ, static_cast<acc>(args.scale), args.dQ.data,
                           tile_source(args.dQ, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, own_chunk * head_dim_tile, args.head_dim));

@@ -1,7 +1,7 @@
 // pass_columns.cu - how much attention each key receives: sum over the queries of P, without P in memory.   any GPU
 //
 // Read after   bwd_02_tiled.cu
-// Algorithm    = introspect.key_importance.   P = 2^(score - lse * log2(e)), masks and sink as in the forward, no dropout
+// Algorithm    = introspect.key_importance.   P = e^(score - lse), masks and sink as in the forward, no dropout
 //              result -> workspace[0]: acc [batch, heads, len_k] (packed: [heads, tokens]); a key nobody sees gets 0
 // Grid         x: query head + heads * slot of key tiles (positions.cuh)
 // Shared       Q [tile, chunk of d] | K [tile, chunk of d] | lse [tile] | sums [threads that share a column, tile]
@@ -23,7 +23,7 @@ constexpr int n_parts = OfScores::lanes_y * OfScores::warps_y;   // threads that
 struct Smem : KeptBlocks<Walk, asks_blocks> {
   Swizzled<acc, tile, chunk_d> Q;
   Swizzled<acc, tile, chunk_d> K;
-  Shared<acc, 1, tile> lse_log2;
+  Shared<acc, 1, tile> lse;   // +inf for a row that attends to nothing: P = 0
   Shared<acc, n_parts, tile> sums;
 };
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "pass_columns: Smem and cuflash/rows.py disagree");
@@ -35,7 +35,7 @@ KERNEL(n_threads, 1) pass_columns(const __grid_constant__ Args args) {
   if (!own.exists) return;
   const Sequence& seq = own.seq;
   const OfScores part(thread);
-  const Scoring scoring = scoring_of(args, seq, own.h);
+  const Scoring scoring = natural_scoring_of(args, seq, own.h);
   const Masking masking = masking_of(args, seq, own.h);
   const i32 j1 = smallest(own.j0 + tile, seq.len_k);
   const Range queries = own.j0 < j1 ? visible_queries(args, seq, own.j0, j1 - 1) : Range{0, 0};
@@ -63,7 +63,7 @@ KERNEL(n_threads, 1) pass_columns(const __grid_constant__ Args args) {
           const i64 row = seq.q_row0 + i0 + r;
           acc lse = NEG_INF;
           if (i0 + r < seq.len_q) lse = Global<acc>(args.lse.data).load(seq.array_b * args.lse.batch + own.h * args.lse.head + row * args.lse.row);
-          smem.lse_log2(0, r) = lse == NEG_INF ? -NEG_INF : lse * LOG2E;   // attends to nothing: P = 0
+          smem.lse(0, r) = lse == NEG_INF ? -NEG_INF : lse;
         }
       }
       block_sync();   // they are there
@@ -78,7 +78,7 @@ KERNEL(n_threads, 1) pass_columns(const __grid_constant__ Args args) {
       for (int c = 0; c < OfScores::cols; c++) {
         const i32 i = i0 + row, j = own.j0 + part.col(c);
         if (full || (visible(args, masking, keys, i, j) && smem.keeps(walk, j, i0, i)))
-          sums[c] += exp2_approx(score_log2(args, scoring, S[r][c], i, j) - smem.lse_log2(0, row));
+          sums[c] += exp2_approx((score_log2(args, scoring, S[r][c], i, j) - smem.lse(0, row)) * LOG2E);
       }
     }
   }

@@ -4,11 +4,13 @@
 // Which of them runs (dbias_case, set by rows.py from the bias' shape):
 //   1  every score has its own entry      the backward kernel stores it;  pass_dbias__zero first: it never visits hidden tiles
 //   2  queries share an entry             the backward kernel leaves sums per (head, key);  pass_dbias__keys adds them up
-//   3  keys share an entry                no product needed: the sum over a row's keys is dlse + delta * P_sink
-//                                         (sum_j P (dP - delta) = rowsum(dO * O) - delta * (1 - P_sink));  pass_dbias__rows
+//   3  keys share an entry                pass_dbias__row_sums walks the keys of each row, then pass_dbias__rows adds up.
+//                                         (On paper the sum over a row's keys is dlse + delta * P_sink.  With O rounded to
+//                                         the dtype of out it is not: what rounding adds to delta is part of the answer.)
 //   4  heads or sequences share an entry  pass_dbias owns a tile of entries and makes P and dP again for each head and
 //                                         sequence: two products of five, and no memory beyond the result
-// Grid         x: warps per row (zero), threads per entry (keys), threads or blocks per entry (rows), blocks per tile (4)
+// Grid         x: a warp per row (zero); a thread per entry (keys); a block per query tile and head (row_sums); a thread or,
+//              where queries share an entry too, a block per entry (rows); a block per tile of entries (4)
 // Shared       case 4: Q, dO, K, V [tile, chunk of d], lse, delta [tile]
 // Barriers     case 4: those of score_products, and "nobody reads the kept blocks any more"
 #include "lib/params.cuh"
@@ -16,7 +18,7 @@
 #include "lib/gradient.cuh"
 #include "lib/reduce.cuh"
 
-constexpr int SLOT_DBIAS = 1;                                // workspace: acc [batch, heads, len_k], = bwd_02_tiled.cu
+constexpr int SLOT_DBIAS = 1;                                // workspace: acc [batch, heads, len_k], case 3: [batch, heads, len_q]
 constexpr int tile = is_same<acc, double> ? 32 : 64;         // entries along both axes
 constexpr int chunk_d = 32;                                  // head_dim and head_dim_v are walked in these
 using Walk = BlockWalk<tile, tile, block_q, block_kv>;
@@ -59,16 +61,55 @@ KERNEL(n_threads, 1) pass_dbias__keys(const __grid_constant__ Args args) {
   Global<bias_elem>(args.dbias.data).store(b_entry * args.dbias.batch + h_entry * args.dbias.head + j * args.dbias.col, convert<bias_elem>(sum));
 }
 
-// The sum of d_score over the keys of one row.
-DEVICE acc row_sum(const Args& args, const Sequence& seq, i64 h, i64 i) {
-  const i64 row = seq.q_row0 + i;
-  const acc lse_log2 = Global<acc>(args.lse_log2.data).load(seq.array_b * args.lse_log2.batch + h * args.lse_log2.head + row * args.lse_log2.row);
-  if (lse_log2 == -NEG_INF) return 0;   // attends to nothing
-  const acc delta = Global<acc>(args.delta.data).load(seq.array_b * args.delta.batch + h * args.delta.head + row * args.delta.row);
-  acc sum = (delta - delta) + (lse_log2 - lse_log2);   // 0, or NaN where the row is not finite
-  if constexpr (has_dlse) sum += Global<acc>(args.dlse.data).load(seq.array_b * args.dlse.batch + h * args.dlse.head + row * args.dlse.row);
-  if constexpr (has_sink) sum += delta * exp2_approx(Global<acc>(args.sink.data).load(h * args.sink.head) * LOG2E - lse_log2);
-  return sum;
+// Case 3: the sums over the keys of each row of one query tile of one (sequence, query head).
+KERNEL(n_threads, 1) pass_dbias__row_sums(const __grid_constant__ Args args) {
+  SHARED_MEMORY(Smem, smem);
+  if constexpr (dbias_case == 3) {
+    constexpr int n_parts = OfScores::lanes_x * OfScores::warps_x;   // threads that share a row
+    static_assert(n_parts <= chunk_d, "pass_dbias: no room for the row sums");
+    const int thread = threadIdx.x, lane = thread % 32;
+    const QueryTile own = query_tile_of(args, blockIdx.x, tile);
+    if (!own.exists) return;
+    const Sequence& seq = own.seq;
+    const i32 i0 = own.i0, i1 = smallest(i0 + tile, seq.len_q);
+    const Range keys = i0 < i1 ? visible_keys(args, seq, i0, i1 - 1) : Range{0, 0};
+    const OfScores part(thread);
+    acc sums[OfScores::rows];
+#pragma unroll
+    for (int r = 0; r < OfScores::rows; r++) sums[r] = 0;
+
+    if (keys.begin < keys.end) {
+      const HeadRules rules = head_rules_of(args, seq, own.h);
+      Walk walk(args.blocks, seq.b, own.h, i0, i1, keys.begin, lane);
+      bool new_queries = true;
+#pragma unroll 1
+      for (i32 j0 = keys.begin / tile * tile; j0 < keys.end; j0 += tile) {
+        if constexpr (has_block_mask) j0 = walk.next(j0);
+        if (has_block_mask && j0 >= keys.end) break;
+        if constexpr (asks_blocks) block_sync();   // nobody reads the kept blocks of the tile before any more
+        if (thread < 32) smem.fill_blocks(walk, j0, lane);
+        acc S[OfScores::rows][OfScores::cols], dP[OfScores::rows][OfScores::cols];
+        clear(S);
+        clear(dP);
+        score_products<n_threads>(args, smem.operands, part, S, dP, seq, own.h, own.h_k, i0, j0, 0, new_queries, true, thread);
+        new_queries = false;
+        const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile, j0, j0 + tile);
+        tile_gradient(args, smem.operands, part, S, dP, seq, rules, i0, j0, full,
+                      [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); },
+                      [&](int r, int, i32, i32, acc d_score) { sums[r] += d_score; });
+      }
+    }
+    block_sync();   // all products are done: Q may hold the sums
+    Swizzled<acc, tile, chunk_d>& parts = smem.operands.Q;
+#pragma unroll
+    for (int r = 0; r < OfScores::rows; r++) parts.cells(part.row(r), part.first_chunk) = sums[r];
+    block_sync();   // every part is there
+    for (int r = thread; r < tile && i0 + r < seq.rows_q; r += n_threads) {
+      acc total = 0;
+      for (int n = 0; n < n_parts; n++) total += parts.cells(r, n);
+      Global<acc>(args.workspace[SLOT_DBIAS]).store((seq.array_b * args.heads + own.h) * args.len_q + seq.q_row0 + i0 + r, total);
+    }
+  }
 }
 
 KERNEL(n_threads, 1) pass_dbias__rows(const __grid_constant__ Args args) {
@@ -78,15 +119,16 @@ KERNEL(n_threads, 1) pass_dbias__rows(const __grid_constant__ Args args) {
   const i64 at = sums_rows ? blockIdx.x : static_cast<i64>(blockIdx.x) * n_threads + threadIdx.x;
   const bool is_entry = at < rows * n_heads * entries(args.dbias.batch, args.batch);
   const i64 i_entry = at % rows, h_entry = at / rows % n_heads, b_entry = at / rows / n_heads;
+  const Global<acc> sums(args.workspace[SLOT_DBIAS]);
   double mine = 0;
   for (i64 b = sums_batch ? 0 : b_entry; is_entry && b < (sums_batch ? args.batch : b_entry + 1); b++) {
     const Sequence seq = sequence_of(args, b);
-    const i64 end = last_query(args, seq);
+    const i64 end = seq.len_q;
     for (i64 h = sums_heads ? 0 : h_entry; h < (sums_heads ? args.heads : h_entry + 1); h++) {
       if (sums_rows)
-        for (i64 i = threadIdx.x; i < end; i += n_threads) mine += row_sum(args, seq, h, i);
+        for (i64 i = threadIdx.x; i < end; i += n_threads) mine += sums.load((seq.array_b * args.heads + h) * args.len_q + seq.q_row0 + i);
       else if (i_entry < end)
-        mine += row_sum(args, seq, h, i_entry);
+        mine += sums.load((seq.array_b * args.heads + h) * args.len_q + seq.q_row0 + i_entry);
     }
   }
   const double total = sums_rows ? smem.sum(mine, threadIdx.x) : mine;   // sums_rows is the same for the whole block

@@ -1,4 +1,4 @@
-// pass_delta.cu - two numbers per query row that every backward kernel reads: delta and the scaled lse.   any GPU
+// pass_delta.cu - what every backward kernel reads of a query row: delta, and the scaled lse for those that want it.   any GPU
 //
 // Algorithm    = tiled_backward.backward, step 1.   delta = rowsum(dO * O) - dlse,   lse_log2 = lse * log2(e)
 //              A row that attends to nothing (lse = -inf) and a row that does not exist get lse_log2 = +inf, so that
@@ -40,10 +40,7 @@ KERNEL(n_threads, 1) pass_delta(const __grid_constant__ Args args) {
   const i64 row = is_row ? at % args.len_q : 0, h = is_row ? at / args.len_q % args.heads : 0;
   const i64 b = is_row ? at / args.len_q / args.heads : 0;
 
-  i64 len_q = args.len_q;
-  if constexpr (is_packed) len_q = cumulative(args.cu_seqlens_q, args.batch, args.len_q);
-  if constexpr (has_query_lengths) len_q = clamp<i64>(read_length(args.query_lengths, b), 0, args.len_q);
-  const bool exists = is_row && row < len_q;
+  const bool exists = is_row && row < existing_rows(args, b);
 
   acc sum = 0;
   if (exists)
@@ -52,7 +49,8 @@ KERNEL(n_threads, 1) pass_delta(const __grid_constant__ Args args) {
       load_items<o_elem>(O, args.O, b * args.O.batch + row * args.O.row + h * args.O.head, d, args.head_dim_v);
       load_items<dout_elem>(dO, args.dO, b * args.dO.batch + row * args.dO.row + h * args.dO.head, d, args.head_dim_v);
 #pragma unroll
-      for (int e = 0; e < lane_items; e++) sum += O[e] * dO[e];
+      for (int e = 0; e < lane_items; e++)
+        if (O[e] != 0) sum += O[e] * dO[e];   // a row that attends to nothing has O = 0, and its dO may be anything, NaN too
     }
   sum = warp_sum<lanes_per_row>(sum);
 
@@ -65,6 +63,6 @@ KERNEL(n_threads, 1) pass_delta(const __grid_constant__ Args args) {
     if (lse != NEG_INF) lse_log2 = lse * LOG2E;
   }
   Global<acc>(args.delta.data).store(b * args.delta.batch + h * args.delta.head + row * args.delta.row, delta);
-  if (args.lse_log2.data != nullptr)   // std_00_unfused does without
+  if (args.lse_log2.data != nullptr)   // rows that want it have a slot of this name
     Global<acc>(args.lse_log2.data).store(b * args.lse_log2.batch + h * args.lse_log2.head + row * args.lse_log2.row, lse_log2);
 }

@@ -1,14 +1,13 @@
 // pass_dsink.cu - the gradient of the sink: a logit that takes part in every row's sum and owns no value.   any GPU
 //
 // Read after   pass_delta.cu
-// Algorithm    dsink[h] = -sum over b, i of P_sink * delta,   P_sink = 2^(sink * log2(e) - lse_log2)
-//              A row that attends to nothing else has P_sink = 1 and delta = -dlse.  A row that does not exist has lse_log2 = +inf.
+// Algorithm    dsink[h] = -sum over b, i of P_sink * delta,   P_sink = e^(sink - lse)
+//              A row that attends to nothing else has P_sink = 1 and delta = -dlse; with a sink of -inf its lse is -inf: P_sink 0.
 // Grid         x: head
 // Barriers     lib/reduce.cuh
 #include "lib/params.cuh"
-#include "lib/args.cuh"
+#include "lib/positions.cuh"
 #include "lib/reduce.cuh"
-#include "lib/types.cuh"
 
 struct Smem {
   BlockSum<n_threads> sum;
@@ -18,13 +17,15 @@ static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "pass_dsink: Smem an
 KERNEL(n_threads, 1) pass_dsink(const __grid_constant__ Args args) {
   SHARED_MEMORY(Smem, smem);
   const i64 h = blockIdx.x, n_arrays = is_packed ? 1 : args.batch;
-  const acc sink_log2 = Global<acc>(args.sink.data).load(h * args.sink.head) * LOG2E;
+  const acc sink = Global<acc>(args.sink.data).load(h * args.sink.head);
   double mine = 0;
   for (i64 at = threadIdx.x; at < n_arrays * args.len_q; at += n_threads) {
     const i64 b = at / args.len_q, row = at % args.len_q;
-    const acc lse_log2 = Global<acc>(args.lse_log2.data).load(b * args.lse_log2.batch + h * args.lse_log2.head + row * args.lse_log2.row);
+    if (row >= existing_rows(args, b)) continue;
+    const acc lse = Global<acc>(args.lse.data).load(b * args.lse.batch + h * args.lse.head + row * args.lse.row);
     const acc delta = Global<acc>(args.delta.data).load(b * args.delta.batch + h * args.delta.head + row * args.delta.row);
-    mine -= static_cast<double>(exp2_approx(sink_log2 - lse_log2) * delta);
+    const acc P_sink = lse == NEG_INF ? acc(0) : exp2_approx((sink - lse) * LOG2E);
+    mine -= static_cast<double>(P_sink * delta);
   }
   const double total = smem.sum(mine, threadIdx.x);
   if (threadIdx.x == 0) Global<acc>(args.dsink.data).store(h * args.dsink.head, static_cast<acc>(total));

@@ -16,7 +16,7 @@ struct HeadRules {
 
 DEVICE HeadRules head_rules_of(const Args& args, const Sequence& seq, i64 h) {
   HeadRules rules = {};
-  rules.scoring = scoring_of(args, seq, h);
+  rules.scoring = natural_scoring_of(args, seq, h);
   rules.masking = masking_of(args, seq, h);
   if constexpr (has_dropout) rules.dropout = dropout_of(args, seq.b, h);
   if constexpr (wants_dbias) rules.dbias0 = seq.b * args.dbias.batch + h * args.dbias.head;
@@ -31,13 +31,15 @@ struct Gradient {
   acc dS;
 };
 
-// lse_log2 is +inf where the row attends to nothing: P = 2^(score - inf) = 0.  kept: dropout keeps this weight.
-DEVICE Gradient gradient_of(const Args& args, const HeadRules& rules, acc lse_log2, acc delta, acc raw, acc dP, bool kept, i32 i, i32 j) {
+// lse is +inf where the row attends to nothing: P = e^(score - inf) = 0.  kept: dropout keeps this weight; what it drops
+// gives no gradient, not even NaN.
+DEVICE Gradient gradient_of(const Args& args, const HeadRules& rules, acc lse, acc delta, acc raw, acc dP, bool kept, i32 i, i32 j) {
   const acc capped = capped_log2(rules.scoring, raw);
-  const acc P = exp2_approx(biased_log2(args, rules.scoring, capped, i, j) - lse_log2);
-  const acc factor = !has_dropout ? acc(1) : kept ? static_cast<acc>(args.dropout_scale) : acc(0);
-  const acc d_score = P * (dP * factor - delta);
-  return {P * factor, d_score, d_score * softcap_slope(rules.scoring, capped)};
+  acc P = exp2_approx((biased_log2(args, rules.scoring, capped, i, j) - lse) * LOG2E);
+  if constexpr (has_dropout) dP = kept ? dP * static_cast<acc>(args.dropout_scale) : acc(0);
+  const acc d_score = P * (dP - delta);
+  if constexpr (has_dropout) P = kept ? P * static_cast<acc>(args.dropout_scale) : acc(0);
+  return {P, d_score, d_score * softcap_slope(rules.scoring, capped)};
 }
 
 // Operands of one tile in shared memory, a chunk of head_dim at a time.
@@ -46,28 +48,30 @@ template <int q_rows, int kv_rows, int d_cols, int d_v_cols> struct TileOperands
   Swizzled<acc, q_rows, d_v_cols> dO;
   Swizzled<acc, kv_rows, d_cols> K;
   Swizzled<acc, kv_rows, d_v_cols> V;
-  Shared<acc, 1, q_rows> lse_log2;
+  Shared<acc, 1, q_rows> lse;   // +inf for a row that attends to nothing
   Shared<acc, 1, q_rows> delta;
 
   // Rows [i0, ...) of query head h; rows that do not exist get zeros and P = 0.
   template <int threads> DEVICE void load_queries(const Args& args, const Sequence& seq, i64 h, i32 i0, i32 chunk, int thread) {
+    h = opaque(static_cast<int>(h));   // see opaque: where a head begins is cheap to find again
     load_swizzled<elem, q_rows, d_cols, threads>(
         Q, args.Q.data, tile_source(args.Q, seq.array_b, seq.q_row0, h, i0, seq.len_q, chunk * d_cols, args.head_dim), thread);
     load_swizzled<dout_elem, q_rows, d_v_cols, threads>(
         dO, args.dO.data, tile_source(args.dO, seq.array_b, seq.q_row0, h, i0, seq.len_q, chunk * d_v_cols, args.head_dim_v), thread);
     for (int r = thread; r < q_rows; r += threads) {
-      const bool is_there = i0 + r < seq.len_q;
       const i64 row = seq.q_row0 + i0 + r;
-      lse_log2(0, r) = -NEG_INF;
+      lse(0, r) = -NEG_INF;
       delta(0, r) = 0;
-      if (!is_there) continue;
-      lse_log2(0, r) = Global<acc>(args.lse_log2.data).load(seq.array_b * args.lse_log2.batch + h * args.lse_log2.head + row * args.lse_log2.row);
+      if (i0 + r >= seq.len_q) continue;
+      const acc given = Global<acc>(args.lse.data).load(seq.array_b * args.lse.batch + h * args.lse.head + row * args.lse.row);
+      if (given != NEG_INF) lse(0, r) = given;
       delta(0, r) = Global<acc>(args.delta.data).load(seq.array_b * args.delta.batch + h * args.delta.head + row * args.delta.row);
     }
   }
 
   // Rows [j0, ...) of key head h_k.
   template <int threads> DEVICE void load_keys(const Args& args, const Sequence& seq, i64 h_k, i32 j0, i32 chunk, int thread) {
+    h_k = opaque(static_cast<int>(h_k));
     load_swizzled<elem, kv_rows, d_cols, threads>(
         K, args.K.data, tile_source(args.K, seq.array_b, seq.k_row0, h_k, j0, seq.len_k, chunk * d_cols, args.head_dim), thread);
     load_swizzled<elem, kv_rows, d_v_cols, threads>(
@@ -110,7 +114,7 @@ DEVICE void tile_gradient(const Args& args, Tile& tile, const Part& part, acc (&
   for (int r = 0; r < Part::rows; r++) {
     const int row = opaque(part.row(r));
     const i32 i = i0 + row;
-    const acc lse_log2 = tile.lse_log2(0, row), delta = tile.delta(0, row);
+    const acc lse = tile.lse(0, row), delta = tile.delta(0, row);
     const Range keys = full ? Range{0, 0} : visible_keys(args, seq, i);
 #pragma unroll
     for (int g = 0; g < Part::col_groups; g++) {
@@ -123,7 +127,7 @@ DEVICE void tile_gradient(const Args& args, Tile& tile, const Part& part, acc (&
         const i32 j = j_first + e;
         Gradient gradient = {};
         if (full || (visible(args, rules.masking, keys, i, j) && is_kept(i, j))) {
-          gradient = gradient_of(args, rules, lse_log2, delta, S[r][c], dP[r][c], keeps >> e & 1, i, j);
+          gradient = gradient_of(args, rules, lse, delta, S[r][c], dP[r][c], keeps >> e & 1, i, j);
           visit(r, c, i, j, gradient.d_score);
         }
         S[r][c] = gradient.P;

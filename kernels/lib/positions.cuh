@@ -66,6 +66,13 @@ DEVICE Sequence sequence_of(const Args& args, i64 b) {
   return s;
 }
 
+// Rows of the arrays' batch entry b that exist; packed: tokens that belong to a sequence.
+DEVICE i64 existing_rows(const Args& args, i64 b) {
+  if constexpr (is_packed) return cumulative(args.cu_seqlens_q, args.batch, args.len_q);
+  if constexpr (has_query_lengths) return clamp<i64>(read_length(args.query_lengths, b), 0, args.len_q);
+  return args.len_q;
+}
+
 // ---- packed grids: block -> (sequence, tile) without a maximum length and without a prefix sum.
 // The tiles of sequence b take slots from floor(cu[b] / tile) + b on: ceil((c1 - c0) / tile) <= floor(c1 / tile) - floor(c0 / tile) + 1,
 // so slots never overlap, and their starts grow with b: a binary search finds the owner.  A few slots stay empty.

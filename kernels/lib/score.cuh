@@ -1,5 +1,7 @@
 // score.cuh - from a raw product q.k to the score that softmax sees, in contract order: scale, softcap, ALiBi, bias.
 // Scores are in base 2 (times log2(e)): exp2 is the instruction the hardware has.  Derivatives for the backward beside each step.
+// natural_scoring_of makes the same functions give natural scores: where lse is given, e^(score - lse) is nearer to the
+// truth when the two large numbers meet before anything else is rounded.
 #pragma once
 #include "positions.cuh"
 
@@ -11,18 +13,25 @@ struct Scoring {
   acc slope_log2;       // ALiBi
   i64 offset;
   i64 bias0;            // index of bias (i = 0, j = 0)
+  acc unit;             // log2(e), natural scores: 1
 };
 
-DEVICE Scoring scoring_of(const Args& args, const Sequence& seq, i64 h) {
+DEVICE Scoring scoring_in(const Args& args, const Sequence& seq, i64 h, double unit) {
   Scoring c = {};
-  c.scale_log2 = static_cast<acc>(args.scale * 1.4426950408889634074);
+  c.unit = static_cast<acc>(unit);
+  c.scale_log2 = static_cast<acc>(args.scale * unit);
   if constexpr (has_softcap) c.scale_over_cap = static_cast<acc>(args.scale / args.softcap);
-  if constexpr (has_softcap) c.cap_log2 = static_cast<acc>(args.softcap * 1.4426950408889634074);
-  if constexpr (has_alibi) c.slope_log2 = Global<acc>(args.alibi.data).load(seq.b * args.alibi.batch + h * args.alibi.head) * LOG2E;
+  if constexpr (has_softcap) c.cap_log2 = static_cast<acc>(args.softcap * unit);
+  if constexpr (has_alibi)
+    if (seq.b < args.batch)   // the tail of a packed call has no entry
+      c.slope_log2 = Global<acc>(args.alibi.data).load(seq.b * args.alibi.batch + h * args.alibi.head) * c.unit;
   if constexpr (has_alibi) c.offset = seq.offset;
   if constexpr (has_bias) c.bias0 = seq.b * args.bias.batch + h * args.bias.head;
   return c;
 }
+
+DEVICE Scoring scoring_of(const Args& args, const Sequence& seq, i64 h) { return scoring_in(args, seq, h, 1.4426950408889634074); }
+DEVICE Scoring natural_scoring_of(const Args& args, const Sequence& seq, i64 h) { return scoring_in(args, seq, h, 1); }
 
 // Step 1: scale and softcap.  raw = q.k
 DEVICE acc capped_log2(const Scoring& c, acc raw) {
@@ -46,7 +55,7 @@ DEVICE acc biased_log2(const Args& args, const Scoring& c, acc capped, i32 i, i3
   if constexpr (has_alibi) score -= c.slope_log2 * alibi_distance(c, i, j);
   if constexpr (has_bias) {
     const acc bias = convert<acc>(Global<bias_elem>(args.bias.data).load(c.bias0 + i * args.bias.row + j * args.bias.col));
-    score += bias * LOG2E;
+    score += bias * c.unit;
   }
   return score;
 }
