@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import args, backends
+from cuflash import results as results_
 from cuflash.arrays import numpy_dtype
 from cuflash.errors import CuflashError
 from cuflash.plan import Plan
@@ -145,11 +146,7 @@ class Prepared:
             for position, name in enumerate(self.order)
             if name in there and name in self._words
         ]
-        self._new = [
-            (name, shape_of(plan.problem, name, operands), numpy_dtype(dtype_of(plan.problem, name)))
-            for name in self._names
-            if name not in there
-        ]
+        self._new = [(name, *_new_result(plan.problem, name)) for name in self._names if name not in there]
         self._seed_word = args.offset_of("seed") // 8
         self._slot_words = self._words_of_slots()
         self._zeroed = [
@@ -331,27 +328,11 @@ def canonical(problem: Problem, name: str, array: Any) -> Any:
     return array
 
 
-def shape_of(problem: Problem, name: str, operands: Operands) -> tuple[int, ...]:
-    """Shape of a new result in the caller's axis order; dbias and dalibi_slopes in canonical order."""
-    is_query = name in ("out", "dq", "lse")
-    length = problem.len_q if is_query else problem.len_k
-    heads = problem.heads if is_query else problem.heads_k
-    dim = problem.head_dim_v if name in ("out", "dv") else problem.head_dim
-    if name in ("out", "dq", "dk", "dv"):
-        if problem.packed:
-            return length, heads, dim
-        is_swapped = problem.layout == "bhsd"
-        return (problem.batch, heads, length, dim) if is_swapped else (problem.batch, length, heads, dim)
-    if name == "lse":
-        return (heads, length) if problem.packed else (problem.batch, heads, length)
-    return tuple(getattr(operands, name[1:]).shape)
-
-
-def dtype_of(problem: Problem, name: str) -> str:
-    """dtype of a result."""
-    if name in ("out", "dq", "dk", "dv"):
-        return problem.out_dtype
-    return problem.bias if name == "dbias" else problem.accumulator
+def _new_result(problem: Problem, name: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape in the caller's axis order (dbias and dalibi_slopes: canonical), and dtype."""
+    shape, dtype = results_.shape_and_dtype(problem, name)
+    made = _hollow(shape, numpy_dtype(dtype))
+    return results_.in_layout(problem, name, made).shape, made.dtype
 
 
 def _array(operands: Operands, name: str) -> Any:
