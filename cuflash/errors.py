@@ -2,4 +2,4 @@
 
 
 class CuflashError(ValueError):
-    """Bad input, or a problem no kernel takes.  Worded *what; got; needs; do*, raised before anything runs."""
+    """Bad input, or a problem no kernel takes. Worded *what; got; needs; do*; raised before anything runs."""

@@ -1,4 +1,4 @@
-"""What a call is, apart from the numbers in its arrays: check.py makes these, everything after it reads them."""
+"""What a call is, apart from the numbers in its arrays: check.py makes these, all after it reads them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 class ArraySpec:
     """Shape, dtype and strides of an array that need not exist.
 
-    shape and strides are in elements, in the caller's axis order; align is the largest power of two, at most 256,
-    that divides the address in bytes.
+    shape and strides are in elements, in the caller's axis order; align is the largest power of two, at
+    most 256, that divides the address in bytes.
     """
 
     shape: tuple[int, ...]
@@ -26,8 +26,8 @@ class ArraySpec:
 class Problem:
     """A call without its numbers.  Frozen and hashable: it is the key of every plan and of every build.
 
-    Sizes follow design: q (batch, len_q, heads, head_dim), k (batch, len_k, heads_k, head_dim),
-    v (batch, len_k, heads_k, head_dim_v).  When `packed`, batch is the number of sequences and len_q, len_k are the
+    Sizes follow design: q (batch, len_q, heads, head_dim), k (batch, len_k, heads_k, head_dim), v (batch,
+    len_k, heads_k, head_dim_v).  When `packed`, batch is the number of sequences and len_q, len_k are the
     tokens in the arrays, an upper bound of every sequence's length.
     """
 
@@ -43,7 +43,7 @@ class Problem:
     head_dim_v: int
     scale: float
     packed: bool = False  # cu_seqlens_q and cu_seqlens_k are given
-    layout: str = "bshd"  # of the caller's arrays: new outputs are C-contiguous in it; specs are canonical either way
+    layout: str = "bshd"  # of the caller's arrays and of new outputs; specs are canonical either way
     has_query_lengths: bool = False
     has_key_lengths: bool = False
     causal: bool = False
@@ -88,15 +88,15 @@ class Operands:
     | v, dv | (batch, len_k, heads_k, head_dim_v) |
     | out, dout | (batch, len_q, heads, head_dim_v) |
     | lse, dlse | (batch, heads, len_q) |
-    | bias, mask, dbias | (batch or 1, heads or 1, len_q or 1, len_k or 1): four axes, broadcast axes keep length 1 |
+    | bias, mask, dbias | (batch or 1, heads or 1, len_q or 1, len_k or 1): four axes, broadcast ones of length 1 |
     | alibi_slopes, dalibi_slopes | (batch or 1, heads) |
     | sink, dsink | (heads,) |
     | query_lengths, key_lengths | (batch,) integers, NumPy (host) or device |
     | cu_seqlens_q, cu_seqlens_k | (batch + 1,) integers, NumPy (host) or device |
 
-    Packed calls have one leading axis of length 1 in place of batch: q is (1, tokens, heads, head_dim), lse is
-    (1, heads, tokens), and rows of sequence b are cu_seqlens_q[b] to cu_seqlens_q[b + 1].  bias, mask and alibi_slopes
-    keep their batch axis: entry b belongs to sequence b.
+    Packed calls have one leading axis of length 1 in place of batch: q is (1, tokens, heads, head_dim), lse
+    is (1, heads, tokens), and rows of sequence b are cu_seqlens_q[b] to cu_seqlens_q[b + 1].  bias, mask
+    and alibi_slopes keep their batch axis: entry b belongs to sequence b.
     """
 
     q: Any = None
@@ -117,6 +117,6 @@ class Operands:
     block_mask: Any = None  # cuflash.BlockMask
     seed: Any = None  # dropout: an int, or a 0-d uint64 device array
     counter_shift: tuple[int, int, int, int] = (0, 0, 0, 0)  # (batch0, head0, i0, j0) of contract item 10
-    grads: dict[str, Any] = field(default_factory=dict)  # backward: name -> array to write (given by the caller)
+    grads: dict[str, Any] = field(default_factory=dict)  # backward: name -> array to write
     workspace: Any = None
     progress: Any = None  # callable (done, total)
