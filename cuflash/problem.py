@@ -88,7 +88,7 @@ class Operands:
     | v, dv | (batch, len_k, heads_k, head_dim_v) |
     | out, dout | (batch, len_q, heads, head_dim_v) |
     | lse, dlse | (batch, heads, len_q) |
-    | bias, mask, dbias | (batch or 1, heads or 1, len_q or 1, len_k or 1): four axes, broadcast ones of length 1 |
+    | bias, mask, dbias | (batch or 1, heads or 1, len_q or 1, len_k or 1): broadcast axes have length 1 |
     | alibi_slopes, dalibi_slopes | (batch or 1, heads) |
     | sink, dsink | (heads,) |
     | query_lengths, key_lengths | (batch,) integers, NumPy (host) or device |
