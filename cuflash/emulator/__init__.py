@@ -1,8 +1,9 @@
 """Every CUDA kernel of cuflash, unchanged, on a CPU.
 
-A kernel file is compiled by the host's C++ compiler against the host bodies in kernels/lib; the threads of a block
-are fibers on one OS thread, blocks spread over cores.  Accesses outside the arrays passed in, misaligned vectors,
-barriers that part of a block never reaches and deadlocks raise CuflashError with kernel, block, thread and source line.
+A kernel file is compiled by the host's C++ compiler against the host bodies in kernels/lib; the threads of
+a block are fibers on one OS thread, blocks spread over cores.  Accesses outside the arrays passed in,
+misaligned vectors, barriers that part of a block never reaches and deadlocks raise CuflashError with kernel,
+block, thread and source line.
 
 >>> module = emulator.compile(build.expand("fwd_02_tiled", emulated=True), params, "fwd_02_tiled")
 >>> kernel = module.get_function("fwd_02_tiled")
@@ -11,6 +12,17 @@ barriers that part of a block never reaches and deadlocks raise CuflashError wit
 """
 
 from cuflash.emulator.compiler import compile, find_compiler
-from cuflash.emulator.module import Function, Module, Options, arrays, empty, options
+from cuflash.emulator.module import Function, Module, Options, Record, arrays, empty, options, recording
 
-__all__ = ["Function", "Module", "Options", "arrays", "compile", "empty", "find_compiler", "options"]
+__all__ = [
+    "Function",
+    "Module",
+    "Options",
+    "Record",
+    "arrays",
+    "compile",
+    "empty",
+    "find_compiler",
+    "options",
+    "recording",
+]

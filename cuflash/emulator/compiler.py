@@ -12,15 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 from cuflash import build, cache
 from cuflash.emulator.module import Module
 from cuflash.errors import CuflashError
 
-# -O1 compiles a kernel in half the time of -O2 and runs within a fifth of its speed.  The arithmetic is fixed: no
-# contraction into fma, no reassociation, so that every compiler gives the same bits.
+# -O1 compiles a kernel in half the time of -O2 and runs within a fifth of its speed.  The arithmetic is
+# fixed: no contraction into fma, no reassociation, so that every compiler gives the same bits.
 KERNEL_FLAGS = ("-O1", "-g0", "-w")
 RUNTIME_FLAGS = ("-O2", "-g0")
 FLAGS = (
@@ -39,7 +38,6 @@ FLAGS = (
 )
 ENTRY = re.compile(r"^\s*(?:CLUSTER_)?KERNEL\s*\((?P<words>[^;{]*?)\)\s*(?P<name>\w*)\s*\(", re.M)
 ASYNC_SOURCES = ("lib/tma.cuh", "lib/wgmma.cuh")
-_guard = threading.Lock()
 
 
 @functools.cache
@@ -79,30 +77,33 @@ def entry_points(text: str) -> list[str]:
 
 
 def compile(text: str, params: dict[str, int] | tuple, entry: str) -> Module:
-    """The module of an expanded kernel text (build.expand(file, emulated=True)), from the cache when it is there.
+    """The module of an expanded kernel text (build.expand(file, emulated=True)), cached on disk.
 
-    params: name -> int without CUFLASH_, as build.Job has them.  Any entry point of the text can be had from the
-    module.  Raises CuflashError with the compiler's words.
+    params: name -> int without CUFLASH_, as build.Job has them.  Any entry point of the text can be had from
+    the module.  Raises CuflashError with the compiler's words.
     """
     names = entry_points(text)
     if entry not in names:
         raise CuflashError(f"{entry} is no KERNEL of this source; it has {', '.join(names) or 'none'}")
     defines = [f"-DCUFLASH_{name}={value}" for name, value in sorted(dict(params).items())]
-    if any(f'#line 1 "kernels/{name}"' in text for name in ASYNC_SOURCES):
+    uses_proxy = any(f'#line 1 "kernels/{name}"' in text for name in ASYNC_SOURCES)
+    if uses_proxy:
         defines.append("-DCUFLASH_ASYNC_PROXY")
     callers = "".join(
         f'extern "C" void cuflash_call_{name}(void* const* p) {{ emulated::call({name}, p); }}\n'
         f'extern "C" int cuflash_sizes_{name}(u64* s) {{ return emulated::parameter_sizes({name}, s); }}\n'
         for name in names
     )
+    callers += f'extern "C" const int cuflash_async_proxy = {int(uses_proxy)};\n'
     source = f'{text}\n#line 1 "callers"\n{callers}'
-    path = _object(source, [*KERNEL_FLAGS, "-DCUFLASH_JIT", *defines], f"emulated-{entry}", entry)
+    jit = ["-DCUFLASH_JIT"] if params else []  # without parameters: the default set of lib/params.cuh
+    path = _object(source, [*KERNEL_FLAGS, *jit, *defines], f"emulated-{entry}", entry)
     return Module(path, runtime(), entry)
 
 
 @functools.cache
 def runtime() -> Path:
-    """The shared library of scheduler, barriers and copies that every kernel is linked to when it is loaded."""
+    """The shared library of scheduler, barriers and copies that every kernel is linked to on loading."""
     here = Path(__file__).parent
     library = build.kernels_directory() / "lib"
     seen: dict[str, str] = {}

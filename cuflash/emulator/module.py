@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import functools
 import os
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from cuflash.errors import CuflashError
 
 MAX_BUFFERS = 64
 TRAFFIC = np.dtype([("read", "u8"), ("written", "u8"), ("added", "u8")])
-COUNTERS = np.dtype(
-    [("global", TRAFFIC, MAX_BUFFERS)]
-    + [(name, "u8") for name in ("shared", "async_shared", "exps", "tensor_flops", "barriers")]
-)
+TOTALS = ("shared", "async_shared", "exps", "tensor_flops", "barriers")
+COUNTERS = np.dtype([("global", TRAFFIC, MAX_BUFFERS), *[(name, "u8") for name in TOTALS]])
 EVENT = np.dtype(
-    [("block", "u4", 3), ("warp", "i4"), ("array", "i4"), ("writes", "i4"), ("step", "u4"), ("n_bytes", "u4")]
-    + [("low", "i8"), ("high", "i8")]
+    [
+        *[("block", "u4", 3), ("warp", "i4"), ("array", "i4"), ("writes", "i4")],
+        *[("step", "u4"), ("n_bytes", "u4"), ("low", "i8"), ("high", "i8")],
+    ]
 )
 
 
@@ -33,9 +33,9 @@ EVENT = np.dtype(
 class Options:
     """How launches run.
 
-    seed: order of threads; 0 in order, odd one warp runs ahead, even random.  copies, products: "early" (when issued)
-    or "late" (when waited for) for cp.async and TMA, and for wgmma; None: by the seed, each of the four
-    combinations in turn.  stall_seconds: CPU time without a barrier that ends a launch.
+    seed: order of threads; 0 in order, odd one warp runs ahead, even random.  copies, products: "early" (when
+    issued) or "late" (when waited for) for cp.async and TMA, and for wgmma; None: by the seed, each of the
+    four combinations in turn.  stall_seconds: CPU time without a barrier that ends a launch.
     """
 
     seed: int = 0
@@ -69,15 +69,15 @@ class Record:
     events: np.ndarray = field(default_factory=lambda: np.empty(0, EVENT))
 
 
-_options = contextvars.ContextVar("cuflash_emulator_options", default=Options())
-_arrays: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("cuflash_emulator_arrays", default={})
-_records: contextvars.ContextVar[list[Record] | None] = contextvars.ContextVar("cuflash_records", default=None)
+_options: ContextVar[Options | None] = ContextVar("cuflash_emulator_options", default=None)
+_arrays: ContextVar[dict[str, Any] | None] = ContextVar("cuflash_emulator_arrays", default=None)
+_records: ContextVar[list[Record] | None] = ContextVar("cuflash_emulator_records", default=None)
 
 
 @contextlib.contextmanager
 def options(**changes: Any) -> Iterator[Options]:
     """Launches inside run with these Options: `with emulator.options(seed=3, copies="late"):`"""
-    chosen = replace(_options.get(), **changes)
+    chosen = replace(_options.get() or Options(), **changes)
     token = _options.set(chosen)
     try:
         yield chosen
@@ -88,7 +88,7 @@ def options(**changes: Any) -> Iterator[Options]:
 @contextlib.contextmanager
 def arrays(named: Mapping[str, Any]) -> Iterator[None]:
     """Launches inside may touch these NumPy arrays (None is skipped), and no other memory."""
-    token = _arrays.set({**_arrays.get(), **{name: a for name, a in named.items() if a is not None}})
+    token = _arrays.set({**(_arrays.get() or {}), **named})
     try:
         yield
     finally:
@@ -129,6 +129,8 @@ class _Request(ctypes.Structure):
         ("late_products", ctypes.c_uint32),
         ("n_workers", ctypes.c_uint32),
         ("timeline", ctypes.c_uint32),
+        ("async_proxy", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
         ("stall_seconds", ctypes.c_double),
     ]
 
@@ -182,9 +184,10 @@ class Module:
 class Function:
     """One kernel: call it as a cupy.RawKernel, `kernel(grid, block, (args,), shared_mem=n_bytes)`.
 
-    Each element of args is the bytes of one parameter: a NumPy scalar, a structured scalar, an array of one element
-    or bytes.  buffers: name -> array the kernel may touch, besides those of `emulator.arrays`.  progress(blocks done,
-    blocks) is called now and then.  It returns when the launch is over, and raises CuflashError when a thread did something wrong.
+    Each element of args is the bytes of one parameter: a NumPy scalar, a structured scalar, an array of one
+    element or bytes.  buffers: name -> array the kernel may touch, besides those of `emulator.arrays`.
+    progress(blocks done, blocks) is called now and then.  It returns when the launch is over, and raises
+    CuflashError when a thread did something wrong.
     """
 
     def __init__(self, name: str, library: ctypes.CDLL, runtime: ctypes.CDLL):
@@ -195,6 +198,7 @@ class Function:
         sizes = (ctypes.c_uint64 * 64)()
         count = getattr(library, f"cuflash_sizes_{name}")(sizes)
         self.parameter_bytes = tuple(sizes[:count])
+        self._async_proxy = ctypes.c_int.in_dll(library, "cuflash_async_proxy").value
         try:
             self.cluster = ctypes.c_int.in_dll(library, f"{name}_cluster").value
         except ValueError:
@@ -211,10 +215,10 @@ class Function:
         progress: Any = None,
     ) -> None:
         grid, block = _three(grid), _three(block)
-        chosen = _options.get()
+        chosen = _options.get() or Options()
         self._refuse(grid, block, shared_mem)
         parameters, _keep = self._parameters(args)
-        memory, names = _buffers({**_arrays.get(), **(buffers or {})})
+        memory, names = _buffers({**(_arrays.get() or {}), **(buffers or {})})
         late_copies, late_products = chosen.late()
         request = _Request(
             kernel=self.name.encode(),
@@ -231,6 +235,7 @@ class Function:
             late_products=late_products,
             n_workers=chosen.workers or len(os.sched_getaffinity(0)),
             timeline=chosen.timeline,
+            async_proxy=self._async_proxy,
             stall_seconds=chosen.stall_seconds,
         )
         counters, events, error = self._run(request, progress)
@@ -268,20 +273,20 @@ class Function:
         if min(block) < 1 or n_threads > 1024:
             raise CuflashError(f"{self.name}: block {block} has {n_threads} threads; needs 1 to 1024")
         if not 0 <= shared_mem <= 232448:
-            raise CuflashError(f"{self.name}: {shared_mem} bytes of shared memory; a device has at most 232448")
+            raise CuflashError(f"{self.name}: {shared_mem} bytes of shared memory; needs at most 232448")
         if grid[0] % self.cluster:
-            raise CuflashError(f"{self.name}: grid {grid} is no multiple of the cluster of {self.cluster} blocks")
+            raise CuflashError(f"{self.name}: grid {grid} is no multiple of its cluster, {self.cluster}")
 
     def _parameters(self, args):
         blobs = [a if isinstance(a, bytes) else np.asarray(a).tobytes() for a in args]
         if tuple(map(len, blobs)) != self.parameter_bytes:
             raise CuflashError(
-                f"{self.name}: arguments of {tuple(map(len, blobs))} bytes; its parameters have {self.parameter_bytes}"
+                f"{self.name}: arguments of {tuple(map(len, blobs))} bytes; needs {self.parameter_bytes}"
             )
         pointers = (ctypes.c_void_p * max(1, len(blobs)))()
         keep = []
         for i, blob in enumerate(blobs):
-            room = np.empty(len(blob) + 128, np.uint8)  # 128-aligned, as device parameters of any type may need
+            room = np.empty(len(blob) + 128, np.uint8)  # 128-aligned, for any type
             start = -room.ctypes.data % 128
             room[start : start + len(blob)] = np.frombuffer(blob, np.uint8)
             pointers[i] = room.ctypes.data + start
@@ -312,5 +317,5 @@ def _buffers(named: dict[str, Any]):
 
 def _record(name, grid, block, shared_mem, names, counters, events) -> Record:
     moved = {n: tuple(int(x) for x in counters["global"][i]) for i, n in enumerate(names)}
-    totals = {n: int(counters[n]) for n in ("shared", "async_shared", "exps", "tensor_flops", "barriers")}
+    totals = {n: int(counters[n]) for n in TOTALS}
     return Record(name, grid, block, shared_mem, moved, **totals, names=tuple(names), events=events)

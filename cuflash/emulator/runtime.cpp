@@ -1,6 +1,9 @@
 // runtime.cpp - the emulator's runtime as one translation unit: compiled once, loaded once per process.
-#include "async.cpp"
+#include "copies.cpp"
 #include "launch.cpp"
+#include "matrices.cpp"
+#include "products.cpp"
+#include "proxies.cpp"
 #include "report.cpp"
 #include "scheduler.cpp"
 #include "sync.cpp"

@@ -105,6 +105,7 @@ static void leave(Fiber* fiber) {
   fiber->block->n_live--;
   worker->n_live--;
   lane_left(fiber);
+  cluster_check(worker);
   if (_setjmp(fiber->context) != 0) return;   // into the next block
   if (worker->n_live == 0) go_home(worker, home_done);
   jump(next_fiber(worker));
@@ -127,6 +128,7 @@ static Fiber* new_fiber(Worker* worker) {
   mprotect(memory, guard_bytes, PROT_NONE);   // a stack overflow is a signal, and so a message
   fiber->stack = memory + guard_bytes;
   fiber->worker = worker;
+  fiber->async = new FiberAsync;
   return fiber;
 }
 
@@ -153,6 +155,7 @@ static void set_up_block(Worker* worker, Block* block, Fiber** fibers, u64 numbe
   block->fibers = fibers;
   memset(block->shared, 0xff, request.shared_bytes);   // NaN in every float type
   memset(block->barriers, 0, sizeof block->barriers);
+  block->step = 0;
   for (int w = 0; w < block->n_warps; w++) {
     Warp& warp = block->warps[w];
     warp.ready = warp.arrived = warp.generation = 0;
@@ -187,6 +190,8 @@ static void grow(Worker* worker, u64 n_fibers, u64 n_blocks) {
     Block* block = static_cast<Block*>(aligned_alloc(64, (sizeof(Block) + 63) / 64 * 64));
     memset(static_cast<void*>(block), 0, sizeof(Block));
     block->shared = static_cast<u8*>(aligned_alloc(1024, largest_shared));
+    block->async = new BlockAsync;
+    block->async->view = static_cast<u8*>(aligned_alloc(1024, largest_shared));
     worker->blocks.push_back(block);
   }
 }
@@ -224,11 +229,12 @@ void run_team(Worker* worker, u64 team) {
     worker->by_position[i]->position = i;
     wake_lanes(worker, worker->by_position[i], worker->by_position[i]->live);
   }
-  if (start_team(worker) != home_done) {   // abandoned in the middle: such fibers begin anew
+  const bool finished = start_team(worker) == home_done;
+  if (!finished) {   // abandoned in the middle: such fibers begin anew
     for (Fiber* fiber : worker->fibers) fiber->started = false;
     worker->launch->stop = true;
   }
-  drop_async(worker);
+  drop_async(worker, finished);
 }
 
 }   // namespace emulated
