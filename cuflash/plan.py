@@ -81,6 +81,11 @@ class Plan:
         return self.row.name
 
     @functools.cached_property
+    def calls(self) -> dict[Any, Any]:
+        """Prepared calls of launch.py, by what they depend on besides the problem."""
+        return {}
+
+    @functools.cached_property
     def main(self) -> Launch | None:
         """The row's own kernel among the launches; None when there is nothing to launch."""
         own = [launch for launch in self.launches if launch.step.file == self.row.name]
@@ -298,7 +303,7 @@ def params_of(problem: Problem, row: Row, tile: Tile) -> Params:
         "O_DTYPE": code[problem.out_dtype if is_forward or out is None else out.dtype],
         "DOUT_DTYPE": code[problem.dtype if dout is None else dout.dtype],
         "HEAD_DIM": tile.head_dim(problem.head_dim),
-        "HEAD_DIM_V": tile.head_dim(problem.head_dim_v),
+        "HEAD_DIM_V": tile.head_dim_v(problem.head_dim_v),
         "TILE_Q": tile.tile_q,
         "TILE_KV": tile.tile_kv,
         "N_WARPS": tile.warps,

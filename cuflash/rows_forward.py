@@ -134,7 +134,7 @@ FWD_02 = Row(
         Tile(64, 64, 4, up_to=128, itemsizes=(2, 4)),
         Tile(64, 32, 4, up_to=64),
         Tile(64, 32, 4, up_to=128, itemsizes=(2, 4)),
-        Tile(64, 64, 4, chunk=128, itemsizes=(2, 4)),
+        Tile(64, 32, 4, chunk=128, chunk_v=256, itemsizes=(2, 4)),
         Tile(32, 32, 4, chunk=64),
     ),
     (Step("fwd_02_tiled", _tiled_grid, _tiled_smem),),
