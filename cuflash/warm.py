@@ -36,7 +36,7 @@ def of_values(
     """The same from arrays in launch.ORDER, the seed's place left None, and options in the order of PLAIN."""
     if dropout is None:
         return launch.key(arrays, (direction, plain)), arrays, 0
-    if type(dropout) is not tuple or len(dropout) not in (2, 3):
+    if type(dropout) is not tuple or len(dropout) not in (2, 3) or dropout[1] is None:
         return None, (), 0
     p, seed, shift = (*dropout, None)[:3]
     if type(seed) is not int:

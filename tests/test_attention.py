@@ -207,6 +207,8 @@ def test_warm_calls_refuse_as_cold_ones(gpu):
         cuflash.attention(q, q, q, dropout=(0.5, 3))
     with pytest.raises(CuflashError, match=r"^attention: dropout has the seed -1"):
         cuflash.attention(q, q, q, dropout=(0.5, -1))
+    with pytest.raises(CuflashError, match=r"^attention: the seed of dropout is None"):
+        cuflash.attention(q, q, q, dropout=(0.5, None))
     with pytest.raises(CuflashError, match=r"^attention: key_lengths\[0\] is 17"):
         cuflash.attention(q, q, q, key_lengths=[17, 3])
 
