@@ -46,7 +46,9 @@ DEVICE Pair pair_of(const Args& args, const Scoring& scoring, i64 b, i64 h, i64 
   for (i64 d = 0; d < args.head_dim_v; d++) dP += convert<acc>(dO.load(do_row + d)) * convert<acc>(V.load(v_row + d));
   const acc lse = Global<acc>(args.lse.data).load(b * args.lse.batch + h * args.lse.head + i * args.lse.row);
   const acc delta = Global<acc>(args.delta.data).load(b * args.delta.batch + h * args.delta.head + i * args.delta.row);
-  const acc P = lse == NEG_INF ? acc(0) : exp2_approx((capped_log2(scoring, product) - lse) * LOG2E);
+  const acc score = capped_log2(scoring, product);
+  if (lse == NEG_INF || score == NEG_INF) return {};   // hidden, whatever made it so: dP may be NaN
+  const acc P = exp2_approx((score - lse) * LOG2E);
   return {P, P * (dP - delta)};
 }
 

@@ -158,10 +158,12 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
 
   if (args.dK.data != nullptr)
     store_block<out_elem>(of_k, dK, static_cast<acc>(args.scale), args.dK.data,
-                          tile_source(args.dK, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_tile, args.head_dim));
+                          tile_source(args.dK, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_tile, args.head_dim),
+                          seq.len_k - own.j0);
   if (args.dV.data != nullptr)
     store_block<out_elem>(of_v, dV, acc(1), args.dV.data,
-                          tile_source(args.dV, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_v_tile, args.head_dim_v));
+                          tile_source(args.dV, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_v_tile, args.head_dim_v),
+                          seq.len_k - own.j0);
 }
 
 // dQ of TILE_Q queries of one (sequence, query head), by itself: no sum depends on the order in which blocks run.
@@ -206,6 +208,7 @@ KERNEL(n_threads, 1) bwd_02_tiled__dq(const __grid_constant__ Args args) {
       }
     }
     store_block<out_elem>(of_q, dQ, static_cast<acc>(args.scale), args.dQ.data,
-                          tile_source(args.dQ, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, own_chunk * head_dim_tile, args.head_dim));
+                          tile_source(args.dQ, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, own_chunk * head_dim_tile, args.head_dim),
+                          seq.len_q - i0);
   }
 }

@@ -31,11 +31,13 @@ struct Gradient {
   acc dS;
 };
 
-// lse is +inf where the row attends to nothing: P = e^(score - inf) = 0.  kept: dropout keeps this weight; what it drops
-// gives no gradient, not even NaN.
+// lse is +inf where the row attends to nothing.  That, a score of -inf, and a weight that dropout drops (kept is false) give
+// no gradient, not even NaN.
 DEVICE Gradient gradient_of(const Args& args, const HeadRules& rules, acc lse, acc delta, acc raw, acc dP, bool kept, i32 i, i32 j) {
   const acc capped = capped_log2(rules.scoring, raw);
-  acc P = exp2_approx((biased_log2(args, rules.scoring, capped, i, j) - lse) * LOG2E);
+  const acc exponent = biased_log2(args, rules.scoring, capped, i, j) - lse;
+  if (exponent == NEG_INF) return {};
+  acc P = exp2_approx(exponent * LOG2E);
   if constexpr (has_dropout) dP = kept ? dP * static_cast<acc>(args.dropout_scale) : acc(0);
   const acc d_score = P * (dP - delta);
   if constexpr (has_dropout) P = kept ? P * static_cast<acc>(args.dropout_scale) : acc(0);

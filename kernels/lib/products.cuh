@@ -140,9 +140,10 @@ DEVICE void multiply(const Part& mine, T (&result)[Part::rows][Part::cols], Swiz
   }
 }
 
-// target[r][d] = block * scale, for the rows and columns that are there.
+// target[r][d] = block * scale, for the rows and columns that are there; rows from `existing` on are 0 whatever the block holds.
 template <class To, class Part>
-DEVICE void store_block(const Part& mine, const acc (&block)[Part::rows][Part::cols], acc scale, void* data, const TileSource& target) {
+DEVICE void store_block(const Part& mine, const acc (&block)[Part::rows][Part::cols], acc scale, void* data, const TileSource& target,
+                        i32 existing = 0x7fffffff) {
   constexpr int width = Vec16<acc>::size;
   const Global<To> to(data);
 #pragma unroll
@@ -155,7 +156,7 @@ DEVICE void store_block(const Part& mine, const acc (&block)[Part::rows][Part::c
       const i64 index = target.base + row * target.stride + d;
       Pack<To, width> out;
 #pragma unroll
-      for (int c = 0; c < width; c++) out.item[c] = convert<To>(block[r][g * width + c] * scale);
+      for (int c = 0; c < width; c++) out.item[c] = convert<To>(row < existing ? block[r][g * width + c] * scale : acc(0));
       if (sizeof(To) <= sizeof(acc) && target.by_vectors && d < target.cols) {
         to.store_as(index, out);
       } else {
