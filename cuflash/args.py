@@ -68,6 +68,7 @@ def args_bytes() -> int:
     return args_dtype().itemsize
 
 
+@functools.cache
 def offset_of(path: str) -> int:
     """Byte offset of a field: offset_of("Q.data"), offset_of("workspace")."""
     dtype, offset = args_dtype(), 0

@@ -15,6 +15,7 @@ launches (`key`, `cached`, the call).  attention.py tries that way first:
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 from typing import Any
@@ -25,11 +26,13 @@ from cuflash import args, backends
 from cuflash import results as results_
 from cuflash.arrays import numpy_dtype
 from cuflash.errors import CuflashError
-from cuflash.plan import Plan
+from cuflash.plan import ALIGNMENT, Plan, make
 from cuflash.problem import Operands, Problem
+from cuflash.row import round_up
 
 log = logging.getLogger("cuflash")
-MAX_PREPARED = 4096  # prepared calls kept; at more, all are forgotten
+MAX_PREPARED = 4096  # prepared calls kept by key; at more, all are forgotten
+MAX_KEPT = 64  # the same of one plan: with other block masks, other shifts of dropout
 
 # The arrays of a call in the order that key, cached and prepared calls take them.
 _OPTIONS = (
@@ -57,7 +60,7 @@ def run(plan: Plan, operands: Operands) -> dict[str, Any]:
         if plan.problem.direction == "forward":
             return dict(zip(("out", "lse"), tiled.forward(plan.problem, operands), strict=True))
         return tiled.backward(plan.problem, operands)
-    call = Prepared(plan, operands)
+    call = prepare(plan, operands)
     seed = operands.seed if isinstance(operands.seed, int) else 0
     results = call([_array(operands, name) for name in call.order], seed, operands)
     return {
@@ -104,7 +107,7 @@ def remember(key: tuple[Any, ...] | None, plan: Plan, operands: Operands) -> Non
     """Keep a prepared call for the next one with the same key, when nothing but addresses can change."""
     if key is None or plan.device.kind != "cuda" or plan.copies or _host_lengths(operands):
         return
-    call = Prepared(plan, operands)
+    call = prepare(plan, operands)
     if len(_prepared) >= MAX_PREPARED:
         _prepared.clear()
     _prepared[key] = call
@@ -113,11 +116,27 @@ def remember(key: tuple[Any, ...] | None, plan: Plan, operands: Operands) -> Non
 def forget() -> None:
     """Drop every prepared call (after a kernel was edited in a running process)."""
     _prepared.clear()
+    make.cache_clear()
 
 
 def outputs_of(problem: Problem) -> tuple[str, ...]:
     """Names of the results, in the order of the public functions."""
     return ("out", "lse") if problem.direction == "forward" else problem.gradients
+
+
+def prepare(plan: Plan, operands: Operands) -> Prepared:
+    """The prepared call of a plan, kept with it: a plan's problem says all but what this key holds."""
+    is_array = hasattr(operands.seed, "dtype")
+    others = (
+        tuple(_host_lengths(operands)), operands.counter_shift, operands.block_mask, is_array,
+        operands.workspace is None,
+    )  # fmt: skip
+    call = plan.calls.get(others)
+    if call is None:
+        if len(plan.calls) >= MAX_KEPT:
+            plan.calls.clear()
+        call = plan.calls[others] = Prepared(plan, operands)
+    return call
 
 
 class Prepared:
@@ -147,6 +166,7 @@ class Prepared:
             if name in there and name in self._words
         ]
         self._new = [(name, *_new_result(plan.problem, name)) for name in self._names if name not in there]
+        self._pair = _pair_of(self._new)
         self._seed_word = args.offset_of("seed") // 8
         self._slot_words = self._words_of_slots()
         self._zeroed = [
@@ -182,7 +202,11 @@ class Prepared:
 
     def _run(self, arrays: Any, seed: int, operands: Operands | None) -> dict[str, Any]:
         backend, plan, pointer = self.backend, self.plan, self.backend.pointer
-        results = {name: backend.empty(shape, dtype) for name, shape, dtype in self._new}
+        if self._pair is not None:
+            out, lse = backend.empty_pair(self._pair)
+            results = {"out": out, "lse": lse}
+        else:
+            results = {name: backend.empty(shape, dtype) for name, shape, dtype in self._new}
         if self.given:
             results = {
                 name: arrays[self.order.index(name)] if name in self.given else results[name]
@@ -333,6 +357,17 @@ def _new_result(problem: Problem, name: str) -> tuple[tuple[int, ...], np.dtype]
     shape, dtype = results_.shape_and_dtype(problem, name)
     made = _hollow(shape, numpy_dtype(dtype))
     return results_.in_layout(problem, name, made).shape, made.dtype
+
+
+def _pair_of(new: list[tuple[str, tuple[int, ...], np.dtype]]) -> backends.Pair | None:
+    """out and lse in one allocation, when lse is small: it stays as long as out does."""
+    if [name for name, _, _ in new] != ["out", "lse"]:
+        return None
+    (_, shape, dtype), (_, other_shape, other_dtype) = new
+    n_bytes, more = math.prod(shape) * dtype.itemsize, math.prod(other_shape) * other_dtype.itemsize
+    start = round_up(n_bytes, ALIGNMENT)
+    is_small = 8 * more <= n_bytes
+    return backends.Pair(shape, dtype, other_shape, other_dtype, start, start + more) if is_small else None
 
 
 def _array(operands: Operands, name: str) -> Any:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -373,6 +374,35 @@ def test_a_result_that_overlaps_takes_the_checked_way(pretend):
     assert key in launch._prepared and launch.cached(key, ordered) is None
 
 
+@pytest.mark.parametrize("dim_v, is_shared", [(64, True), (6, False)])
+def test_lse_rides_in_the_allocation_of_out_when_it_is_small(pretend, monkeypatch, dim_v, is_shared):
+    make, backend = pretend
+    pairs = []
+    monkeypatch.setattr(backend, "empty_pair", lambda pair: pairs.append(pair) or (make((1,)), make((1,))))
+    given = {name: make(array.shape) for name, array in arrays(dim_v=dim_v).items()}
+    problem, operands = check("forward", given, {})
+    launch.run(plan.make(problem, HERE), operands)
+    assert len(pairs) == is_shared
+    for pair in pairs:
+        assert pair.shape == (2, 5, 4, 64) and pair.other_shape == (2, 4, 5)
+        assert pair.start % 256 == 0 and pair.start >= 2 * 5 * 4 * 64 * 4
+        assert pair.n_bytes == pair.start + 2 * 4 * 5 * 4
+
+
+def test_a_plan_keeps_its_prepared_calls(recorder, monkeypatch):
+    given, mask = arrays(), BlockMask.from_dense(np.ones((1, 1), bool), 64, 64)
+    made, real = [], launch.Prepared
+    monkeypatch.setattr(launch, "Prepared", lambda *a: made.append(1) or real(*a))
+    for lengths in ([1, 2], [3, 4]):
+        run(given, key_lengths=lengths)
+        assert recorder.calls[-1][2]["key_lengths"].tolist() == lengths
+    assert len(made) == 1
+    for shift in ((0, 0, 0, 0), (0, 0, 7, 0)):
+        run(given, dropout=(0.5, 1, shift), block_mask=mask)
+        assert recorder.calls[-1][1]["dropout_i0"] == shift[2]
+    assert len(made) == 3
+
+
 def test_prepared_calls_are_bounded(pretend, monkeypatch):
     make, _ = pretend
     monkeypatch.setattr(launch, "MAX_PREPARED", 3)
@@ -538,6 +568,42 @@ def test_any_strides_and_targets(cupy):
     out = attention(q[:, ::-1], wide[..., ::2], v, out=target[..., ::2])
     assert_right(out, q[:, ::-1], k, v)
     assert bool(cupy.isnan(target[..., 1::2]).all()), "what lies between the elements stays"
+
+
+@pytest.mark.gpu
+def test_ptx_runs_where_the_gpu_is_newer_than_the_compiler(cupy, monkeypatch):
+    known = [arch for arch in build.supported_archs() if arch <= plan.devices.gpu(0).arch]
+    monkeypatch.setattr(build, "target_of", lambda arch, exact=False: f"compute_{known[-1]}")
+    fresh = backends.Cuda(plan.devices.gpu(0))
+    monkeypatch.setattr(backends, "of", lambda device: fresh)
+    q, k, v = on_gpu(cupy, shape=(1, 100, 2, 32))
+    problem, operands = check("forward", dict(q=q, k=k, v=v), dict(causal=True, key_lengths=[90]))
+    chosen = replace(plan.make(problem, plan.devices.gpu(0)))  # a plan without prepared calls
+    out = launch.run(chosen, operands)["out"]
+    assert_right(out, q, k, v, causal=True, key_lengths=[90])
+
+
+@pytest.mark.gpu
+def test_a_launch_that_the_driver_refuses_says_what_was_asked(cupy):
+    backend = backends.of(plan.devices.gpu(0))
+    loaded = backend.load(plan.make(check("forward", arrays(), {})[0], plan.devices.gpu(0)).main)
+    struct = backends.ArgsBuffer(bytearray(args.args_bytes()))
+    with pytest.raises(CuflashError, match=r"(?s)could not be launched on device 0.*block \(4096, 1, 1\)"):
+        backend.launch_all([(*loaded[:4], 4096, *loaded[5:])], struct)
+
+
+@pytest.mark.gpu
+def test_a_warm_call_costs_microseconds(cupy):
+    q, k, v = on_gpu(cupy, shape=(1, 16, 2, 32))
+    attention(q, k, v, causal=True)
+    best = np.inf
+    for _ in range(20):
+        cupy.cuda.Device().synchronize()
+        start = time.perf_counter()
+        for _ in range(100):
+            attention(q, k, v, causal=True)
+        best = min(best, (time.perf_counter() - start) / 100)
+    assert best < 40e-6, f"{best * 1e6:.1f} us; 13 on an H200's host"
 
 
 @pytest.mark.gpu
