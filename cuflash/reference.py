@@ -329,6 +329,7 @@ def blocks(xp: Any, rows: np.ndarray, start: int, length: int, n_keys: int) -> I
 
 
 def sink_of(operands: Operands, h: int, arithmetic: Arithmetic) -> Any:
+    """The sink's logit of one head, or None."""
     return None if operands.sink is None else operands.sink[h].astype(arithmetic.accumulate)
 
 
@@ -340,4 +341,5 @@ def result_dtype(problem: Problem, arithmetic: Arithmetic) -> str | None:
 
 
 def to_host(array: Any) -> np.ndarray:
+    """A NumPy array of a CuPy array or of anything NumPy takes."""
     return array.get() if hasattr(array, "get") else np.asarray(array)

@@ -5,7 +5,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash
@@ -16,7 +16,6 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 13), max_size=5),
     offset=st.integers(-6, 13),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash
@@ -42,13 +42,11 @@ WORD = st.integers(0, 2**32 - 1)
 
 
 @given(st.tuples(WORD, WORD, WORD, WORD), st.tuples(WORD, WORD))
-@settings(max_examples=200)
 def test_any_counter_and_key(counter, key):
     got = philox.philox_4x32_10(tuple(np.asarray(word, np.uint64) for word in counter), key)
     assert tuple(int(word) for word in got) == scalar_philox(counter, key)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.floats(0, 1, exclude_max=True),
     st.integers(0, 2**64 - 1),

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import problems
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from cuflash import reference
 from cuflash.check import check
@@ -22,7 +22,6 @@ def test_covering_builds_meet_in_every_pair():
         problems.covering_builds(20)
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems.calls())
 def test_every_call_is_legal(call):
     problem, _ = check("forward", {"q": call.q, "k": call.k, "v": call.v}, call.options)

@@ -4,7 +4,7 @@ import loops
 import numpy as np
 import problems
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import cuflash
 from cuflash import reference
@@ -21,7 +21,6 @@ def assert_same(got, expected, limit=1e-10, message=""):
 # ---- the forward against loops over single numbers
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems.calls(max_length=17, max_scores=600, extreme=False))
 def test_forward_is_what_loops_give(call):
     out, lse = reference.attention(call.q, call.k, call.v, return_lse=True, **call.options)
@@ -130,7 +129,6 @@ def test_gradients_of_packed_sequences_are_finite_differences():
     check_gradients(arguments | cu | options, normal(9, 4, 2, seed=7), normal(4, 9, seed=8))
 
 
-@settings(max_examples=60, deadline=None)
 @given(problems.calls(max_length=9, max_scores=300, extreme=False))
 def test_any_call_has_gradients_that_are_finite_differences(call):
     arrays = {name: getattr(call, name).astype("float64") for name in ("q", "k", "v")}
@@ -229,7 +227,6 @@ PACKED = problems.Build(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
 @given(problems.calls(build=PACKED, max_length=33, max_scores=4000, extreme=False))
 def test_packed_is_a_loop_over_sequences(call):
     options = dict(call.options)
@@ -334,7 +331,6 @@ def test_dropout_keeps_the_lse_and_scales_what_it_keeps():
 # ---- chosen rows, targets, precisions
 
 
-@settings(max_examples=40, deadline=None)
 @given(problems.calls(max_length=33, max_scores=3000, extreme=False))
 def test_chosen_rows_are_rows_of_the_whole(call):
     options, arrays = dict(call.options), (call.q, call.k, call.v)
@@ -408,3 +404,56 @@ def test_the_baseline_rounds_every_result_to_its_dtype(dtype):
 def test_bad_input_is_refused_as_in_attention():
     with pytest.raises(cuflash.CuflashError, match="attention"):
         reference.attention(normal(1, 2, 3, 4), normal(1, 2, 2, 4), normal(1, 2, 2, 4))
+
+
+# ---- on the GPU
+
+
+@pytest.mark.gpu
+def test_the_same_numbers_on_the_gpu():
+    for call in problems.list_of_calls(60, seed=11, max_length=65):
+        there = call.on_device(device_lengths=True)
+        out, lse, vjp = reference.attention_vjp(call.q, call.k, call.v, return_lse=True, **call.options)
+        results = reference.attention_vjp(there.q, there.k, there.v, return_lse=True, **there.options)
+        expected = {"out": out, "lse": lse, **vjp(call.dout, call.dlse)._asdict()}
+        got = {"out": results[0], "lse": results[1], **results[2](there.dout, there.dlse)._asdict()}
+        for name, array in expected.items():
+            assert (got[name] is None) == (array is None)
+            if array is not None:
+                message = f"{name} of {call}"
+                np.testing.assert_allclose(got[name].get(), array, rtol=1e-9, atol=1e-9, err_msg=message)
+
+
+@pytest.mark.gpu
+def test_baselines_run_on_the_gpu():
+    for dtype in ("float16", "bfloat16", "float32"):
+        build = problems.Build(dtype=dtype, bias="same", sink=True, dropout=True)
+        call = problems.list_of_calls(1, seed=3, build=build, max_length=65, extreme=False)[0]
+        there, baseline = call.on_device(), reference.unfused(dtype)
+        out, lse = baseline.attention(call.q, call.k, call.v, return_lse=True, **call.options)
+        got, got_lse = baseline.attention(there.q, there.k, there.v, return_lse=True, **there.options)
+        eps = float(problems.ml_dtypes.finfo(problems.NUMPY_DTYPES[dtype]).eps)
+        np.testing.assert_allclose(got.get(), out, atol=8 * eps)
+        np.testing.assert_allclose(got_lse.get(), lse, atol=8 * eps)
+
+
+@pytest.mark.gpu
+def test_long_sequences_on_chosen_rows():
+    import cupy
+
+    cupy.random.seed(0)
+    q, k, v, dout = (cupy.random.standard_normal((1, 16384, 2, 64), dtype=cupy.float32) for _ in range(4))
+    out, lse = reference.attention(q, k, v, causal=True, return_lse=True)  # scores alone would be 4 GiB
+    rng = np.random.default_rng(0)
+    rows, keys = (np.sort(rng.integers(0, 16384, (1, 2, 64)), axis=-1) for _ in range(2))
+    some, some_lse = reference.attention(q, k, v, causal=True, return_lse=True, rows=rows)
+    for h in range(2):
+        np.testing.assert_allclose(some[0, :, h].get(), out[0, rows[0, h], h].get(), atol=1e-12)
+        np.testing.assert_allclose(some_lse[0, h].get(), lse[0, h, rows[0, h]].get(), atol=1e-12)
+    backward = (dout, q, k, v, out, lse.astype("float32"))
+    whole = reference.attention_backward(*backward, causal=True)
+    dq = reference.attention_backward(*backward, causal=True, rows=rows).dq
+    dk = reference.attention_backward(*backward, causal=True, keys=keys).dk
+    for h in range(2):
+        np.testing.assert_allclose(dq[0, :, h].get(), whole.dq[0, rows[0, h], h].get(), atol=1e-10)
+        np.testing.assert_allclose(dk[0, :, h].get(), whole.dk[0, keys[0, h], h].get(), atol=1e-10)
