@@ -148,7 +148,7 @@ class Prepared:
     def __init__(self, plan: Plan, operands: Operands) -> None:
         self.plan = plan
         self.backend = backends.of(plan.device)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # progress may call attention again
         self._loaded = [self.backend.load(launch) for launch in plan.launches]
         self._names = outputs_of(plan.problem)
         self.order = ORDER[plan.problem.direction]

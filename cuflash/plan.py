@@ -91,6 +91,21 @@ class Plan:
         own = [launch for launch in self.launches if launch.step.file == self.row.name]
         return own[0] if own else None
 
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of the row's own kernel; (0, 0, 0) when there is nothing to launch."""
+        return self.main.grid if self.main else (0, 0, 0)
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Threads of a block of the row's own kernel."""
+        return self.main.block if self.main else (0, 0, 0)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block of the row's own kernel."""
+        return self.main.smem_bytes if self.main else 0
+
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each slot starts in the workspace, in bytes."""
