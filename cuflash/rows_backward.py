@@ -5,9 +5,13 @@ Each row's shared memory, grid, workspace and traffic are small functions that s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from cuflash import cost
 from cuflash.problem import Problem
 from cuflash.row import (
     CORE,
+    ITEMSIZE,
     Grid,
     Params,
     Row,
@@ -20,7 +24,16 @@ from cuflash.row import (
     n_slots,
     shared_bytes,
 )
-from cuflash.rows_forward import DELTA_USES, LENGTHS, accumulator_bytes, kept_blocks_bytes
+from cuflash.rows_forward import (
+    DELTA_USES,
+    LENGTHS,
+    Traffic,
+    accumulator_bytes,
+    is_data_dependent,
+    kept_blocks_bytes,
+    keys_of,
+    offset_of,
+)
 
 # ---- passes
 
@@ -179,6 +192,75 @@ def _tiled_smem(p: Params) -> int:
     )
 
 
+def _queries_of(problem: Problem, j0: int, j1: int) -> tuple[int, int]:
+    """Queries [begin, end) that may see keys [j0, j1): = visible_queries of positions.cuh."""
+    left, right = cost.bounds(problem)
+    begin = 0 if right is None else min(max(j0 - offset_of(problem) - right, 0), problem.len_q)
+    end = problem.len_q if left is None else min(j1 - offset_of(problem) + left, problem.len_q)
+    return begin, max(begin, end)
+
+
+def _tile_pairs(problem: Problem, own: int, walked: int, by_keys: bool) -> Iterator[tuple[int, int, int]]:
+    """(own rows, walked tiles, walked rows) of each own tile of one head; by_keys: own tiles are keys."""
+    length, other = problem.len_k, problem.len_q
+    if not by_keys:
+        length, other = other, length
+    for start in range(0, length, own):
+        stop = min(start + own, length)
+        begin, end = (_queries_of if by_keys else keys_of)(problem, start, stop)
+        if begin < end:
+            begin = begin // walked * walked
+            steps = ceil_div(end - begin, walked)
+            yield stop - start, steps, min(begin + steps * walked, other) - begin
+
+
+def _tiled_bytes(problem: Problem, p: Params) -> Traffic:
+    """Atomic additions to dQ_sum count as a read and a write.  {} where gradients of options are wanted too."""
+    if is_data_dependent(problem) or len(problem.gradients) > 3:
+        return {}
+    chunks, acc, size = _chunks(problem, p), accumulator_bytes(p), ITEMSIZE[problem.dtype]
+    heads, heads_k = problem.batch * problem.heads, problem.batch * problem.heads_k
+    rows = problem.len_q * heads
+    d, dv = problem.head_dim, problem.head_dim_v
+    walks = [(True, chunks, list(_tile_pairs(problem, p["TILE_KV"], p["TILE_Q"], True)))]
+    if problem.deterministic:
+        own_chunks = ceil_div(d, p["HEAD_DIM"])
+        walks.append((False, own_chunks, list(_tile_pairs(problem, p["TILE_Q"], p["TILE_KV"], False))))
+    q_rows = k_rows = 0  # rows of all blocks, a block's chunk of columns apart
+    for by_keys, blocks, pairs in walks:
+        own = sum(n * (steps if chunks > 1 else 1) for n, steps, _ in pairs) * blocks
+        walked = sum(n for _, _, n in pairs) * blocks
+        # With one chunk a block loads its keys once for all heads of the group.
+        own *= heads_k if by_keys and chunks == 1 else heads
+        q_rows, k_rows = (
+            q_rows + (walked * heads if by_keys else own),
+            k_rows + (own if by_keys else walked * heads),
+        )
+    added = sum(n for _, _, n in walks[0][2]) * heads * d * acc
+    o_size, do_size = (ITEMSIZE[problem.spec(name).dtype] for name in ("out", "dout"))
+    out_size = ITEMSIZE[problem.out_dtype]
+    masked = cost.visible_pairs(problem) * heads * sum(blocks for _, blocks, _ in walks)
+    traffic = {
+        "q": (q_rows * d * size, 0),
+        "k": (k_rows * d * size, 0),
+        "v": (k_rows * dv * size, 0),
+        "out": (rows * dv * o_size, 0),
+        "dout": (q_rows * dv * do_size + rows * dv * do_size, 0),
+        "lse": (q_rows * chunks * acc + rows * acc, 0),
+        "delta": (q_rows * chunks * acc, rows * acc),
+        "dq": (0, rows * d * out_size),
+        "dk": (0, problem.len_k * heads_k * d * out_size),
+        "dv": (0, problem.len_k * heads_k * dv * out_size),
+    }
+    if problem.has_dlse:
+        traffic["dlse"] = (rows * acc, 0)
+    if problem.has_mask:
+        traffic["mask"] = (masked, 0)
+    if not problem.deterministic:
+        traffic["dQ_sum"] = (added + rows * d * acc, added)
+    return traffic
+
+
 def _tiled_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     sums = () if problem.deterministic else (dq_sum_slot(problem),)
     return (*option_slots(problem, p), delta_slot(problem), *sums)
@@ -211,6 +293,7 @@ BWD_02 = Row(
     "one pass over key tiles: dK and dV stay put",
     limits=LENGTHS,
     workspace=_tiled_slots,
+    bytes=_tiled_bytes,
 )
 
 
@@ -228,6 +311,30 @@ def _naive_grid(problem: Problem, p: Params) -> Grid:
 
 def _naive_dq_grid(problem: Problem, p: Params) -> Grid:
     return _naive_rows(problem, p, problem.len_q, problem.heads)
+
+
+def _naive_bytes(problem: Problem, p: Params) -> Traffic:
+    heads, heads_k = problem.batch * problem.heads, problem.batch * problem.heads_k
+    rows, pairs = problem.len_q * heads, cost.visible_pairs(problem) * heads
+    d, dv, acc, size = problem.head_dim, problem.head_dim_v, accumulator_bytes(p), ITEMSIZE[problem.dtype]
+    o_size, do_size = (ITEMSIZE[problem.spec(name).dtype] for name in ("out", "dout"))
+    out_size = ITEMSIZE[problem.out_dtype]
+    scores = pairs * (
+        _chunks(problem, p) + ceil_div(d, p["HEAD_DIM"])
+    )  # each pass and chunk makes them again
+    return {
+        "q": ((scores + pairs) * d * size, 0),
+        "k": ((scores + pairs) * d * size, 0),
+        "v": (scores * dv * size, 0),
+        "out": (rows * dv * o_size, 0),
+        "dout": ((scores + pairs + rows) * dv * do_size, 0),
+        "lse": ((scores + rows) * acc, 0),
+        "dlse": (rows * acc * problem.has_dlse, 0),
+        "delta": (scores * acc, rows * acc),
+        "dq": (0, rows * d * out_size),
+        "dk": (0, problem.len_k * heads_k * d * out_size),
+        "dv": (0, problem.len_k * heads_k * dv * out_size),
+    }
 
 
 def _naive_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
@@ -248,4 +355,5 @@ BWD_01 = Row(
     features=CORE,
     limits=LENGTHS,
     workspace=_naive_slots,
+    bytes=_naive_bytes,
 )

@@ -40,19 +40,19 @@ def _heads_of(problem: Problem) -> int:
     return problem.batch * problem.heads
 
 
-def _offset(problem: Problem) -> int:
+def offset_of(problem: Problem) -> int:
     return problem.len_k - problem.len_q if problem.query_offset is None else problem.query_offset
 
 
-def _keys_of(problem: Problem, i0: int, i1: int) -> tuple[int, int]:
+def keys_of(problem: Problem, i0: int, i1: int) -> tuple[int, int]:
     """Keys [begin, end) that rows [i0, i1) may see: = visible_keys of positions.cuh."""
     left, right = cost.bounds(problem)
-    begin = 0 if left is None else min(max(i0 + _offset(problem) - left, 0), problem.len_k)
-    end = problem.len_k if right is None else min(i1 + _offset(problem) + right, problem.len_k)
+    begin = 0 if left is None else min(max(i0 + offset_of(problem) - left, 0), problem.len_k)
+    end = problem.len_k if right is None else min(i1 + offset_of(problem) + right, problem.len_k)
     return begin, max(begin, end)
 
 
-def _is_data_dependent(problem: Problem) -> bool:
+def is_data_dependent(problem: Problem) -> bool:
     has_lengths = problem.has_query_lengths or problem.has_key_lengths
     hidden_bias = problem.has_mask and problem.bias is not None
     return problem.packed or has_lengths or problem.block_mask is not None or hidden_bias
@@ -90,12 +90,12 @@ def _query_tiles(problem: Problem, p: Params) -> Iterator[tuple[int, int, int]]:
     """(rows, first key, end of keys) of each query tile of one head; keys start at a whole tile."""
     for i0 in range(0, problem.len_q, p["TILE_Q"]):
         i1 = min(i0 + p["TILE_Q"], problem.len_q)
-        begin, end = _keys_of(problem, i0, i1)
+        begin, end = keys_of(problem, i0, i1)
         yield i1 - i0, begin // p["TILE_KV"] * p["TILE_KV"], end if end > begin else 0
 
 
 def _tiled_bytes(problem: Problem, p: Params) -> Traffic:
-    if _is_data_dependent(problem):
+    if is_data_dependent(problem):
         return {}
     q_rows = k_rows = 0
     for rows, begin, end in _query_tiles(problem, p):
@@ -131,6 +131,7 @@ FWD_02 = Row(
     (
         Tile(128, 64, 4, up_to=64, itemsizes=(2, 4)),
         Tile(64, 64, 4, up_to=64, itemsizes=(2, 4)),
+        Tile(128, 64, 8, up_to=128, itemsizes=(2, 4)),
         Tile(64, 64, 4, up_to=128, itemsizes=(2, 4)),
         Tile(64, 32, 4, up_to=64),
         Tile(64, 32, 4, up_to=128, itemsizes=(2, 4)),
