@@ -9,7 +9,7 @@
 //                  S = Q K^T             chunks of HEAD_DIM columns; a head_dim that fits keeps Q in shared memory
 //                  S <- score, mask      lib/score.cuh, lib/mask.cuh; no test in tiles that are visible as a whole
 //                  m, l, O <- rescale    lib/softmax.cuh
-//                  P -> shared memory    P's rows stay inside one warp
+//                  P -> shared memory
 //                  O += P V
 //                O / l -> O_gmem      m + log l -> lse
 //              head_dim_v above HEAD_DIM_V: one block per chunk of V, each makes S again.
@@ -18,7 +18,10 @@
 // Shared       Q [TILE_Q, HEAD_DIM] | K [TILE_KV, HEAD_DIM] | V [TILE_KV, HEAD_DIM_V] | P [TILE_Q, TILE_KV], all in acc, swizzled
 // Registers    per thread: S and O, TILE_Q / n_warps / 32 * TILE_KV and * HEAD_DIM_V numbers
 // Bytes        per block: Q once (once per key tile when walked in chunks), K and V of its key range, O once
-// Barriers     2 block_sync a key tile and chunk: "K, V may be overwritten" and "K, V are there"
+// Barriers     2 block_sync a key tile, each saying that one of K and V has come and the other may be overwritten: float32
+//              and float64 copy V while S is made and the next K while P V is (lib/tiles.cuh), 16-bit inputs convert and wait
+// Tried        everything loaded before S: 36.7 and 34.2 TFLOP/s at head_dim 64 and 128, this: 38.2 and 37.5 (H200, 2026-11);
+//              128 x 64 with 4 warps beats 64 x 64 (34.4), 128 x 128 (34.8), 128 x 32 (34.3) at head_dim 64
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
 #include "lib/blocks.cuh"
@@ -27,6 +30,7 @@
 #include "lib/products.cuh"
 #include "lib/score.cuh"
 #include "lib/softmax.cuh"
+#include "lib/tiles.cuh"
 
 constexpr int width = Vec16<acc>::size;
 using Walk = BlockWalk<tile_q, tile_kv, block_q, block_kv>;
@@ -42,10 +46,11 @@ static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "fwd_02_tiled: Smem 
 static_assert(args_bytes < 0 || sizeof(Args) == args_bytes, "fwd_02_tiled: Args and launch.py disagree");
 
 // Who holds what of a [TILE_Q, n_cols] result: as Partition in products.cuh, but a row never leaves its warp, so that
-// S, P and O of a row meet in the same lanes.
+// S, P and O of a row meet in the same lanes.  Lane bits 0 and 2 up count along a row, 1 and the rest from row to row:
+// a 16-byte read that several lanes share is then served to two quarter-warps at once (+5 % at head_dim 128, H200, 2026-11).
 constexpr int lanes_x = head_dim_v_tile >= 128 && head_dim_v_tile % (16 * width) == 0 && tile_kv % (16 * width) == 0 ? 16
                         : head_dim_v_tile % (8 * width) == 0 ? 8 : 4;
-constexpr int lane_bits = lanes_x - 1;
+constexpr int lane_bits = 1 | (lanes_x - 2) << 1;   // those that count along a row
 
 template <int n_cols> struct RowPart {
   static constexpr int lanes_y = 32 / lanes_x;
@@ -59,8 +64,8 @@ template <int n_cols> struct RowPart {
 
   DEVICE explicit RowPart(int thread) {
     const int lane = thread % 32, warp = thread / 32;
-    first_row = (warp * lanes_y + lane / lanes_x) * row_group;
-    first_chunk = lane % lanes_x;
+    first_row = (warp * lanes_y + ((lane >> 1 & 1) | lane / (2 * lanes_x) << 1)) * row_group;
+    first_chunk = (lane & 1) | (lane >> 1 & (lanes_x - 2));
   }
   DEVICE int row(int r) const { return first_row + r / row_group * (lanes_y * n_warps * row_group) + r % row_group; }
   DEVICE int chunk(int group) const { return first_chunk + group * lanes_x; }
@@ -127,29 +132,41 @@ KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
   const i32 i1 = smallest(i0 + tile_q, seq.len_q);
   const Range keys = i0 < i1 ? visible_keys(args, seq, i0, i1 - 1) : Range{0, 0};
   Walk walk(args.blocks, seq.b, own.h, i0, i1, keys.begin, lane);
-  bool Q_is_there = false;   // a head_dim that fits loads Q once
+  const auto next_tile = [&](i32 j) {
+    if constexpr (has_block_mask) return walk.next(j);
+    return j;
+  };
+  const auto request_Q = [&](i32 d0) {
+    request_tile<elem, tile_q, head_dim_tile, n_threads>(
+        smem.Q, args.Q.data, tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, i1, d0, args.head_dim), thread);
+  };
+  const auto request_K = [&](i32 j, i32 d0) {
+    request_tile<elem, tile_kv, head_dim_tile, n_threads>(
+        smem.K, args.K.data, tile_source(args.K, seq.array_b, seq.k_row0, own.h_k, j, keys.end, d0, args.head_dim), thread);
+  };
 
+  i32 j0 = next_tile(keys.begin / tile_kv * tile_kv);
+  if (j0 < keys.end) {
+    request_Q(0);
+    request_K(j0, 0);
+    if (thread < 32) smem.fill_blocks(walk, j0, lane);
+  }
 #pragma unroll 1
-  for (i32 j0 = keys.begin / tile_kv * tile_kv; j0 < keys.end; j0 += tile_kv) {
-    if constexpr (has_block_mask) j0 = walk.next(j0);
-    if (has_block_mask && j0 >= keys.end) break;
-
+  while (j0 < keys.end) {
     acc S[ScorePart::rows][ScorePart::cols];
     clear(S);
+    wait_for_tiles();
+    block_sync();   // Q, K and the kept blocks are there; everyone has used V of the tile before: it may be overwritten
+    request_tile<elem, tile_kv, head_dim_v_tile, n_threads>(
+        smem.V, args.V.data, tile_source(args.V, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, v0, args.head_dim_v), thread);
+    multiply_rows(part, S, smem.Q, smem.K);
 #pragma unroll 1
-    for (i32 d0 = 0; d0 < args.head_dim; d0 += head_dim_tile) {
-      block_sync();   // everyone has used K (and Q) of the chunk before, V and the kept blocks of the tile before
-      if (!Q_is_there)
-        load_swizzled<elem, tile_q, head_dim_tile, n_threads>(
-            smem.Q, args.Q.data, tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, i1, d0, args.head_dim), thread);
-      Q_is_there = args.head_dim <= head_dim_tile;
-      load_swizzled<elem, tile_kv, head_dim_tile, n_threads>(
-          smem.K, args.K.data, tile_source(args.K, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, d0, args.head_dim), thread);
-      if (d0 == 0)
-        load_swizzled<elem, tile_kv, head_dim_v_tile, n_threads>(
-            smem.V, args.V.data, tile_source(args.V, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, v0, args.head_dim_v), thread);
-      if (d0 == 0 && thread < 32) smem.fill_blocks(walk, j0, lane);
-      block_sync();   // Q, K, V and the kept blocks are there
+    for (i32 d0 = head_dim_tile; d0 < args.head_dim; d0 += head_dim_tile) {   // the other chunks of a long head_dim
+      block_sync();   // everyone has used the chunk before: it may be overwritten
+      request_Q(d0);
+      request_K(j0, d0);
+      wait_for_tiles();
+      block_sync();   // the chunk is there
       multiply_rows(part, S, smem.Q, smem.K);
     }
 
@@ -182,8 +199,16 @@ KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
         smem.P.chunk(part.row(r), part.chunk(g)) = P;
       }
     }
-    warp_sync();   // P's rows are written and read by this warp alone; the next tile overwrites them after two block_syncs
+    wait_for_tiles();
+    block_sync();   // V and P are there; everyone has used K and the kept blocks: they may be overwritten
+    const i32 j_next = next_tile(j0 + tile_kv);
+    if (j_next < keys.end) {
+      if (args.head_dim > head_dim_tile) request_Q(0);   // else all of Q stays
+      request_K(j_next, 0);
+      if (thread < 32) smem.fill_blocks(walk, j_next, lane);
+    }
     multiply(out_part, O, smem.P, smem.V);
+    j0 = j_next;
   }
 
   const acc sink_log2 = sink_of(args, own.h);

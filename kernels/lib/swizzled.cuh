@@ -14,6 +14,7 @@ template <class T, int n_rows, int n_cols> struct Swizzled {
   DEVICE Vec16<T>& chunk(int row, int at) { return keyed(row, row / width & mask, at); }
   // key = row / width & mask: the products keep it, so that an address costs one xor and not four instructions.
   DEVICE Vec16<T>& keyed(int row, int key, int at) { return cells.template as<Vec16<T>>(row, (at ^ key) * width); }
+  DEVICE u32 address(int row, int at) { return cells.address(row, (at ^ (row / width & mask)) * width); }
 };
 
 // n numbers moved by one instruction.
