@@ -62,7 +62,7 @@ def run(plan: Plan, operands: Operands) -> dict[str, Any]:
         return tiled.backward(plan.problem, operands)
     call = prepare(plan, operands)
     seed = operands.seed if isinstance(operands.seed, int) else 0
-    results = call([_array(operands, name) for name in call.order], seed, operands)
+    results = call(_arrays(operands, call.order), seed, operands)
     return {
         name: array if name in call.given else canonical(plan.problem, name, array)
         for name, array in results.items()
@@ -152,7 +152,7 @@ class Prepared:
         self._loaded = [self.backend.load(launch) for launch in plan.launches]
         self._names = outputs_of(plan.problem)
         self.order = ORDER[plan.problem.direction]
-        arrays = [_array(operands, name) for name in self.order]
+        arrays = _arrays(operands, self.order)
         there = {name for name, array in zip(self.order, arrays, strict=True) if array is not None}
         self.given = there.intersection(self._names)
         self._workspace_at = self.order.index("workspace")
@@ -370,11 +370,14 @@ def _pair_of(new: list[tuple[str, tuple[int, ...], np.dtype]]) -> backends.Pair 
     return backends.Pair(shape, dtype, other_shape, other_dtype, start, start + more) if is_small else None
 
 
-def _array(operands: Operands, name: str) -> Any:
-    """An operand that kernels read by its address; None for numbers and for lengths that are copied first."""
-    if name == "seed":
-        return operands.seed if hasattr(operands.seed, "dtype") else None
-    return None if name in _host_lengths(operands) else args.operand(operands, name)
+def _arrays(operands: Operands, order: tuple[str, ...]) -> list[Any]:
+    """Operands that kernels read by their address; None for numbers and for lengths that are copied first."""
+    values, grads = operands.__dict__, operands.grads
+    found = [values[name] if name in values else grads.get(name) for name in order]
+    found[order.index("seed")] = operands.seed if hasattr(operands.seed, "dtype") else None
+    for name in _host_lengths(operands):
+        found[order.index(name)] = None
+    return found
 
 
 def _host_lengths(operands: Operands) -> list[str]:
