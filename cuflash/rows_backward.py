@@ -215,7 +215,7 @@ def _tile_pairs(problem: Problem, own: int, walked: int, by_keys: bool) -> Itera
 
 
 def _tiled_bytes(problem: Problem, p: Params) -> Traffic:
-    """Atomic additions to dQ_sum count as a read and a write.  {} where gradients of options are wanted too."""
+    """Additions to dQ_sum count as a read and a write.  {} where gradients of options are wanted too."""
     if is_data_dependent(problem) or len(problem.gradients) > 3:
         return {}
     chunks, acc, size = _chunks(problem, p), accumulator_bytes(p), ITEMSIZE[problem.dtype]
@@ -276,6 +276,7 @@ BWD_02 = Row(
         Tile(64, 64, 4, up_to=64, itemsizes=(2, 4), least=32),
         Tile(32, 64, 4, up_to=128, itemsizes=(2, 4), least=32),
         Tile(32, 32, 4, up_to=64, itemsizes=(2, 4), least=64),
+        Tile(32, 32, 4, up_to=128, itemsizes=(2, 4), least=128),
         Tile(32, 64, 4, up_to=192, chunk=96, itemsizes=(2, 4)),
         Tile(32, 64, 4, chunk=128, itemsizes=(2, 4)),
         Tile(32, 32, 4, up_to=32, chunk=32, itemsizes=(8,)),
