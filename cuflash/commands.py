@@ -28,7 +28,8 @@ class PlainConsole(Console):
     """Without markup: "cuflash[cuda12]" and a user's sentences are printed as they are."""
 
     def __init__(self) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+        width = None if sys.stdout.isatty() else 200  # a file or a pipe has no edge to wrap at
+        super().__init__(highlight=False, markup=False, emoji=False, width=width)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError  # for cli.main; rich would exit with 1, which here means a wrong number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import cuflash
 from cuflash import demo
+from cuflash.arrays import numpy_dtype
 from cuflash.encoder import Encoder, erf, find_weights, layer_norm, read_safetensors
 from cuflash.wordpiece import WordPiece, normalize, words
 
@@ -160,7 +162,65 @@ def test_without_weights(monkeypatch):
     assert find_weights() is None
 
 
+# ---- a model of other sizes, made up: 2 layers, 3 heads of 8
+
+
+def write_model(folder):
+    random = np.random.default_rng(0)
+    hidden, wide = 24, 40
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghij", *(f"##{c}" for c in "abcdefghij")]
+    shapes = {
+        "embeddings.word_embeddings.weight": (len(vocabulary), hidden),
+        "embeddings.position_embeddings.weight": (32, hidden),
+        "embeddings.token_type_embeddings.weight": (2, hidden),
+        "embeddings.LayerNorm": hidden,
+    }
+    for n in range(2):
+        name = f"encoder.layer.{n}"
+        shapes |= {f"{name}.attention.self.{part}": (hidden, hidden) for part in ("query", "key", "value")}
+        shapes |= {
+            f"{name}.attention.output.dense": (hidden, hidden),
+            f"{name}.intermediate.dense": (wide, hidden),
+        }
+        shapes |= {f"{name}.output.dense": (hidden, wide)}
+        shapes |= {f"{name}.attention.output.LayerNorm": hidden, f"{name}.output.LayerNorm": hidden}
+    header, blobs, end = {"__metadata__": {"format": "pt"}}, [], 0
+    for name, shape in shapes.items():
+        parts = {name: shape} if name.endswith("weight") else {f"{name}.weight": shape, f"{name}.bias": shape}
+        for part, size in parts.items():
+            size = (size,) if isinstance(size, int) else size[:1] if part.endswith("bias") else size
+            blobs.append(random.standard_normal(size).astype("<f4").tobytes())
+            header[part] = {"dtype": "F32", "shape": list(size), "data_offsets": [end, end + len(blobs[-1])]}
+            end += len(blobs[-1])
+    head = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + b"".join(blobs))
+    sizes = {"num_attention_heads": 3, "num_hidden_layers": 2, "layer_norm_eps": 1e-12}
+    (folder / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 32}))
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+
+
+@pytest.mark.parametrize("module", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_a_made_up_model(tmp_path, module, dtype):
+    write_model(tmp_path)
+    xp = importlib.import_module(module)
+    small = Encoder.load(tmp_path, xp, numpy_dtype(dtype))
+    texts = ["abc", "", "j a b c d e f g h i " * 9, "bead cafe"]
+    found = small.embed(texts)
+    assert type(found).__module__.split(".")[0] == module and found.shape == (4, 24)
+    difference = largest_difference(demo.to_host(found), small.reference().embed(texts))
+    assert 0 < difference < {"float32": 2e-6, "float64": 2e-6, "float16": 1e-2, "bfloat16": 8e-2}[dtype]
+    assert small.max_length == 32  # the third text is cut there
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(find_weights() is None, reason="the weights are not installed")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_demo_on_a_gpu(dtype):
     assert demo.run(device="gpu", dtype=dtype).passed
+
+
+@pytest.mark.gpu
+def test_made_up_problem_on_a_gpu():
+    difference, limit, where = demo.made_up("gpu")
+    assert 0 < difference <= limit and "sm_" in where
