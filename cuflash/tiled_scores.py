@@ -86,7 +86,7 @@ class Buffers:
         return tile
 
     def load_with(self, name: str, x: np.ndarray, column: Any, factor: float = 1.0) -> np.ndarray:
-        """[factor x, column], (n, dim + 1), of x (n, dim): in the accumulation dtype, with one more column."""
+        """[factor x, column], (n, dim + 1), of x (n, dim): in the accumulation dtype, one column more."""
         n, dim = x.shape
         tile = self.empty(name, n, dim + 1)
         np.copyto(tile[:, :dim], x, casting="unsafe")
@@ -116,11 +116,14 @@ class Head:
         self.query_rows = (b, slice(sequence.q_start, sequence.q_start + sequence.len_q), h)
         self.key_rows = (b, slice(sequence.k_start, sequence.k_start + sequence.len_k), h // problem.group)
         self.per_query = (b, h, self.query_rows[1])  # of lse, dlse, delta
-        self.q, self.k, self.v = operands.q[self.query_rows], operands.k[self.key_rows], operands.v[self.key_rows]
+        self.q = operands.q[self.query_rows]
+        self.k, self.v = operands.k[self.key_rows], operands.v[self.key_rows]
         self.visible = Visible(problem, operands, sequence, h)
         self.slope = float(plane(operands.alibi_slopes, sequence.b, h)) if problem.has_alibi else None
         self.bias = plane(operands.bias, sequence.b, h) if problem.bias is not None else None
 
+        self.sink = operands.sink[h] if problem.has_sink else None
+        self.dropout = problem.dropout
         # can a pair inside a computed tile be hidden?
         self.has_holes = self.visible.has_holes or self.bias is not None
 
@@ -131,25 +134,26 @@ class Head:
         self.base = fast if is_plain and problem.accumulator == "float32" else NATURAL
         self.q_factor = problem.scale * self.base.units if self.folds_m else 1.0
 
-    def change(
-        self, S: np.ndarray, m: np.ndarray, i0: int, j0: int, buffers: Buffers, tanh: np.ndarray | None = None
-    ) -> None:
+    def column(self, m: np.ndarray) -> Any:
+        """The column that Q is loaded with, beside the ones of K: -m, or 0 where `change` subtracts m."""
+        return np.where(np.isnan(m), 0, -m) if self.folds_m else 0
+
+    def change(self, S: np.ndarray, m: np.ndarray, i0: int, j0: int, buffers: Buffers) -> np.ndarray | None:
         """From the product to the score above m, in place: softcap, ALiBi, bias, masks, in this order.
 
-        S (n_queries, n_keys): [Q, -m] [K, 1]^T when folds_m, else Q K^T.  m (n_queries,).
-        tanh, of S's shape: gets the tanh of the softcap, from which the backward takes the derivative.
+        S (n_queries, n_keys): [Q, column(m)] [K, 1]^T.  m (n_queries,).  Returns the tanh of the softcap,
+        from which the backward takes the derivative; None without one.
         """
         i1, j1 = i0 + S.shape[0], j0 + S.shape[1]
+        is_nan, tanh = np.isnan(m), None
         if not self.folds_m:
             S *= self.number(self.problem.scale)
         if self.problem.softcap is not None:
             S /= self.number(self.problem.softcap)
-            np.tanh(S, out=S)
-            if tanh is not None:
-                np.copyto(tanh, S)
-            S *= self.number(self.problem.softcap)
+            tanh = np.tanh(S, out=buffers.like("tanh", S))
+            np.multiply(tanh, self.number(self.problem.softcap), out=S)
         if not self.folds_m:
-            S -= m[:, None]
+            S -= np.where(is_nan, 0, m)[:, None]
         if self.slope is not None:
             distance = self.distance(i0, j0, buffers.like("distance", S))
             distance *= self.number(self.slope)
@@ -160,12 +164,23 @@ class Head:
             np.copyto(bias, tile, casting="unsafe")
             S += bias
         self.visible.hide(S, i0, j0)
+        if is_nan.any():  # every weight of such a row is NaN, but a hidden pair has no weight
+            np.copyto(S, np.nan, where=is_nan[:, None] & (~np.isneginf(S)))
+        return tanh
 
-    def pairs(self, S: np.ndarray, *tiles: np.ndarray) -> np.ndarray | None:
-        """Which pairs of S are visible, for `product`; None when every number of the tiles is finite, and nobody asks."""
-        if not self.has_holes or all(np.isfinite(tile).all() for tile in tiles):
+    def differentiate_softcap(self, dS: np.ndarray, tanh: np.ndarray, pairs: np.ndarray | None) -> None:
+        """dS *= 1 - tanh^2, the derivative of cap * tanh(x / cap).  tanh is overwritten."""
+        np.square(tanh, out=tanh)
+        np.subtract(1, tanh, out=tanh)
+        if pairs is not None:
+            np.copyto(tanh, 0, where=~pairs)
+        dS *= tanh
+
+    def visible_pairs(self, S: np.ndarray, *numbers: np.ndarray) -> np.ndarray | None:
+        """Which pairs of S are visible: `product` needs to know when one of the numbers is not finite."""
+        if not self.has_holes or all(np.isfinite(x).all() for x in numbers):
             return None
-        return S != -np.inf
+        return ~np.isneginf(S)
 
     def distance(self, i0: int, j0: int, out: np.ndarray) -> np.ndarray:
         """|i + offset - j|, what a slope is multiplied by, for the tile `out` that starts at (i0, j0)."""
@@ -177,14 +192,14 @@ class Head:
 
     def dropped(self, i0: int, i1: int, j0: int, j1: int) -> np.ndarray:
         """Which weights dropout takes away: bool (n_queries, n_keys)."""
-        at = (self.problem.dropout, self.sequence.b, self.h, np.arange(i0, i1), np.arange(j0, j1))
+        at = (self.dropout, self.sequence.b, self.h, np.arange(i0, i1), np.arange(j0, j1))
         return ~dropout_keep(self.operands.seed, *at, self.operands.counter_shift)
 
 
 def product(weights: np.ndarray, x: np.ndarray, pairs: np.ndarray | None, out: np.ndarray) -> np.ndarray:
-    """weights (n, m) @ x (m, dim), written to out: the weight of a hidden pair is 0, and 0 takes nothing from NaN.
+    """weights (n, m) @ x (m, dim), written to out, over visible pairs: nothing is taken from a hidden NaN.
 
-    pairs (n, m): True where visible; None when x is finite, so that it does not matter.
+    pairs (n, m): True where visible; None when all is finite, and the 0 of a hidden pair is enough.
     """
     if pairs is None:
         return np.matmul(weights, x, out=out)

@@ -1,7 +1,7 @@
 """What several tiles of the backward share: numbers per query row, and sums that cross tiles.
 
-Two items that add to the same number do it in the order of the queue (Sums.shared_by says which may meet), or each
-has a place of its own and the places are added up at the end.  So every sum has one order.
+Two items that add to the same number do it in the order of the queue (`Sums.shared_by` says which may meet),
+or each has a place of its own, and the places are added up at the end.  So every sum has one order.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Sums:
             O = buffers.load("O", operands.out[head.query_rows][i0:i1])  # noqa: E741
             dO = buffers.load("dO", operands.dout[head.query_rows][i0:i1])
             product = np.multiply(dO, O, out=buffers.empty("product", *O.shape))
-            np.copyto(product, 0, where=O == 0)  # a row that sees nothing has O = 0, and its dO may be anything
+            np.copyto(product, 0, where=O == 0)  # a row that sees nothing: its dO may be anything
             np.sum(product, axis=1, out=delta[i0:i1])
         if operands.dlse is not None:
             delta -= operands.dlse[head.per_query]
@@ -83,7 +83,7 @@ class Sums:
     def add_to_options(
         self, head: Head, dS: np.ndarray, i0: int, j0: int, tile_number: int, buffers: Buffers
     ) -> None:
-        """Add a tile of dS, of queries from i0 and keys from j0, to the gradients of bias and ALiBi slopes."""
+        """Add a tile of dS, queries from i0 and keys from j0, to the gradients of bias and ALiBi slopes."""
         b, h = head.sequence.b, head.h
         if self.problem.bias is not None:
             has_keys = self.operands.bias.shape[3] != 1

@@ -1,6 +1,6 @@
 """Which pairs a tile shows: by position (causal, window), by block mask, by boolean mask.
 
-Two questions, asked for one (sequence, head) in positions inside the sequence: which tiles hold a visible pair at
+Two questions, for one (sequence, head), in positions inside the sequence: which tiles hold a visible pair at
 all (the others are never computed), and which pairs of such a tile are hidden.
 """
 
@@ -46,16 +46,36 @@ class Visible:
         end = len_q if self.first is None else min(j1 - self.first, len_q)
         return begin, max(begin, end)
 
-    def key_tiles(self, i0: int, i1: int, size: int) -> list[tuple[int, int]]:
-        """Tiles [j0, j1) of at most `size` keys, ascending, that queries [i0, i1) see something of."""
-        return self._tiles(self.block_mask, (i0, i1), self.keys_of(i0, i1), size)
+    def key_tiles(self, i0: int, i1: int, size: int) -> list[tuple[int, int, int, int]]:
+        """What queries [i0, i1) see, in tiles (r0, r1, j0, j1) of at most `size` keys, ascending.
 
-    def query_tiles(self, j0: int, j1: int, size: int) -> list[tuple[int, int]]:
-        """Tiles [i0, i1) of at most `size` queries, descending, that see something of keys [j0, j1)."""
+        Of a tile of keys [j0, j1) they see something only in rows [r0, r1).
+        """
+        tiles = []
+        for j0, j1 in self._tiles(self.block_mask, (i0, i1), self.keys_of(i0, i1), size):
+            r0, r1 = self.queries_of(j0, j1)
+            tiles.append((max(r0, i0), min(r1, i1), j0, j1))
+        return [tile for tile in tiles if self._shows(*tile)]
+
+    def query_tiles(self, j0: int, j1: int, size: int) -> list[tuple[int, int, int, int]]:
+        """What keys [j0, j1) are seen by, in tiles (i0, i1, c0, c1) of at most `size` queries, ascending.
+
+        A tile of queries [i0, i1) sees something only of keys [c0, c1).
+        """
+        tiles = []
         transposed = self.block_mask and self.block_mask.transpose()
-        return self._tiles(transposed, (j0, j1), self.queries_of(j0, j1), size)[::-1]
+        for i0, i1 in self._tiles(transposed, (j0, j1), self.queries_of(j0, j1), size):
+            c0, c1 = self.keys_of(i0, i1)
+            tiles.append((i0, i1, max(c0, j0), min(c1, j1)))
+        return [tile for tile in tiles if self._shows(*tile)]
 
-    def _tiles(self, block_mask: Any, own: tuple[int, int], seen: tuple[int, int], size: int) -> list[tuple[int, int]]:
+    def _shows(self, i0: int, i1: int, j0: int, j1: int) -> bool:
+        """Does the tile exist, and the boolean mask leave something of it?"""
+        return i0 < i1 and j0 < j1 and (self.mask is None or bool(part(self.mask, i0, i1, j0, j1).any()))
+
+    def _tiles(
+        self, block_mask: Any, own: tuple[int, int], seen: tuple[int, int], size: int
+    ) -> list[tuple[int, int]]:
         """`seen` cut into tiles, without the blocks in which `own`, rows of the block mask, keep nothing."""
         begin, end = seen
         if block_mask is None or begin == end:
@@ -68,23 +88,19 @@ class Visible:
         runs = np.clip(edges, begin, end).reshape(-1, 2).tolist()
         return [tile for run in runs for tile in cut(*run, size)]
 
-    def is_hidden(self, i0: int, i1: int, j0: int, j1: int) -> bool:
-        """Does the boolean mask hide the whole tile?"""
-        return self.mask is not None and not part(self.mask, i0, i1, j0, j1).any()
-
     def hide(self, S: np.ndarray, i0: int, j0: int) -> None:
         """Write -inf into the hidden pairs of the tile S that starts at (i0, j0); others stay as they are."""
         i1, j1 = i0 + S.shape[0], j0 + S.shape[1]
         if self.last is not None:  # the corner of early queries and late keys
-            n = min(max(j1 - 1 - self.last - i0, 0), S.shape[0])
-            skip = min(max(i0 + self.last + 1 - j0, 0), S.shape[1])
-            hidden = np.arange(j0 + skip, j1) > np.arange(i0, i0 + n)[:, None] + self.last
-            np.copyto(S[:n, skip:], -np.inf, where=hidden)
+            end = min(max(j1 - 1 - self.last, i0), i1)
+            start = min(max(i0 + self.last + 1, j0), j1)
+            visible = np.tri(end - i0, j1 - start, i0 + self.last - start, bool)
+            np.copyto(S[: end - i0, start - j0 :], -np.inf, where=~visible)
         if self.first is not None:  # the corner of late queries and early keys
-            skip = min(max(j0 - self.first + 1 - i0, 0), S.shape[0])
-            n = min(max(i1 - 1 + self.first - j0, 0), S.shape[1])
-            hidden = np.arange(j0, j0 + n) < np.arange(i0 + skip, i1)[:, None] + self.first
-            np.copyto(S[skip:, :n], -np.inf, where=hidden)
+            start = min(max(j0 - self.first + 1, i0), i1)
+            end = min(max(i1 - 1 + self.first, j0), j1)
+            hidden = np.tri(i1 - start, end - j0, start + self.first - j0 - 1, bool)
+            np.copyto(S[start - i0 :, : end - j0], -np.inf, where=hidden)
         if self.mask is not None:
             visible = part(self.mask, i0, i1, j0, j1)
             if not visible.all():
@@ -97,8 +113,10 @@ class Visible:
                 np.copyto(S, -np.inf, where=~kept[rows[:, None], columns])
 
 
-def kept_blocks(block_mask: Any, b: int, h: int, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
-    """The blocks that the elements rows x columns touch, True where kept: bool (n_block_rows, n_block_columns)."""
+def kept_blocks(
+    block_mask: Any, b: int, h: int, rows: tuple[int, int], columns: tuple[int, int]
+) -> np.ndarray:
+    """The blocks that rows x columns touch, True where kept: bool (n_block_rows, n_block_columns)."""
     indptr = plane(block_mask.indptr, b, h)
     row0, row1 = rows[0] // block_mask.block_q, (rows[1] - 1) // block_mask.block_q + 1
     column0, column1 = columns[0] // block_mask.block_k, (columns[1] - 1) // block_mask.block_k + 1
@@ -118,8 +136,8 @@ def cut(begin: int, end: int, size: int) -> list[tuple[int, int]]:
 def tile_size(n_rows: int, n_items: int, largest: int, block: int | None = None) -> int:
     """Rows of an item: n_rows over n_items, in 64s, from 128 to `largest`.
 
-    block: rows of a block of the block mask.  Then an item is one block row, for it computes what any of its rows
-    sees; a few of them where they are small.
+    block: rows of a block of the block mask.  Then an item is one block row, for it computes what any of its
+    rows sees; a few of them where they are small.
     """
     if block is not None and block <= largest:
         return block * max(1, GRAIN // block)

@@ -1,9 +1,9 @@
 """Threads for the tiled algorithm: one queue of items, one BLAS thread each, sums in a fixed order.
 
-NumPy releases Python's lock inside products and ufuncs, so plain threads fill the cores.  There are as many as
-NumPy's BLAS would use (threadpoolctl.threadpool_limits and OPENBLAS_NUM_THREADS count), at most one per core the
-process may run on.  Which thread takes which item changes nothing in the results: items are the same for any
-number of threads, and where two items add to the same rows they do it in the order of the queue.
+NumPy releases Python's lock inside products and ufuncs, so plain threads fill the cores.  There are as many
+as NumPy's BLAS would use (threadpoolctl.threadpool_limits and OPENBLAS_NUM_THREADS count), at most one per
+core the process may run on.  Which thread takes which item changes nothing in the results: items are the same
+for any number of threads, and where two items add to the same rows they do it in the order of the queue.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
+
+from cuflash.problem import Problem
 
 MIN_FLOP_PER_THREAD = 2e7  # 0.2 ms of products: starting a thread costs about as much as half of it
 
@@ -60,8 +62,8 @@ class Queue:
 class Turn:
     """The turn of item n, which walks its query rows from the last to the first.
 
-    Before it adds to rows it waits until every earlier item with the same sums has passed them.  Items are started
-    in order, so the earliest one running never waits: no deadlock.
+    Before it adds to rows it waits until every earlier item with the same sums has passed them.  Items are
+    started in order, so the earliest one running never waits: no deadlock.
     """
 
     def __init__(self, queue: Queue, n: int):
@@ -94,10 +96,10 @@ def run(
 ) -> None:
     """Do every item of the queue.
 
-    make_worker() is called once per thread and returns the function (turn, item) -> None that does an item; it
-    owns the buffers.  flop: of all items together; little work stays in the calling thread.
-    progress(done, total) counts items; it is called in the calling thread only.  The first error of any thread,
-    progress included, stops all and is raised.
+    make_worker() is called once per thread and returns the function (turn, item) -> None that does an item;
+    it owns the buffers.  flop: of all items together; little work stays in the calling thread.
+    progress(done, total) counts items; it is called in the calling thread only.  The first error of any
+    thread, progress included, stops all and is raised.
     """
     total = len(queue.items)
 
@@ -127,8 +129,15 @@ def run(
         progress(total, total)
 
 
+def n_flop(problem: Problem, n_products: int, n_products_v: int) -> float:
+    """Flop of so many products over head_dim and over head_dim_v; masks, which only take away, left out."""
+    dims = n_products * problem.head_dim + n_products_v * problem.head_dim_v
+    n_pairs = problem.heads * problem.len_q * problem.len_k * (1 if problem.packed else problem.batch)
+    return 2.0 * dims * n_pairs
+
+
 class _OneBlasThread:
-    """Context in which every BLAS product runs in the thread that asks for it; gives the number of threads to use.
+    """Context in which BLAS products stay in the thread that asks; gives the number of threads to use.
 
     The limit is the process's, so calls that overlap share it: the first sets it, the last takes it back.
     """
