@@ -6,7 +6,6 @@ launch.py knows only this interface, so that the emulator runs the same code as 
 |---|---|
 | is_current(), device | whether launches may be made right now; a context manager in which they may |
 | empty(shape, dtype) | a new C-contiguous array; dtype is a np.dtype |
-| empty_pair(pair) | two of them, on a GPU in one allocation: that saves 2 of 15 us of a warm call |
 | pointer(array) | address of its first element |
 | load(launch) | what `launch_all` takes for a launch; compiled and loaded once |
 | launch_all(loaded, args, buffers, progress) | start every kernel with one Args struct |
@@ -23,7 +22,7 @@ import ctypes
 import functools
 import math
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,17 +36,6 @@ _DEFAULT_SHARED = 48 * 1024  # what a kernel may use without asking
 _LENGTHS_AT_ONCE = 480  # = kernels/pass_lengths.cu: numbers that fit into 4 KiB of kernel arguments
 
 
-class Pair(NamedTuple):
-    """Two arrays in one allocation of n_bytes: the other starts at byte `start`."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    other_shape: tuple[int, ...]
-    other_dtype: np.dtype
-    start: int
-    n_bytes: int
-
-
 class Cuda:
     """One GPU: its loaded modules and CuPy's current stream of it, be it the current device or not."""
 
@@ -56,7 +44,7 @@ class Cuda:
         from cupy.cuda import driver, function, runtime
 
         self._cupy, self._driver, self._function, self._runtime = cupy, driver, function, runtime
-        self._alloc, self._ndarray = cupy.cuda.alloc, cupy.ndarray
+        self._ndarray = cupy.ndarray
         self.index = device.index
         self.device = _Entered(cupy, self.index)
         self._arch = device.arch
@@ -69,11 +57,6 @@ class Cuda:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return self._ndarray(shape, dtype)
-
-    def empty_pair(self, pair: Pair) -> tuple[Any, Any]:
-        memory = self._alloc(pair.n_bytes)
-        one = self._ndarray(pair.shape, pair.dtype, memory)
-        return one, self._ndarray(pair.other_shape, pair.other_dtype, memory + pair.start)
 
     @staticmethod
     def pointer(array: Any) -> int:
@@ -164,9 +147,6 @@ class Emulated:
         array = np.empty(shape, dtype)
         array.reshape(-1).view(np.uint8)[...] = 0xFF
         return array
-
-    def empty_pair(self, pair: Pair) -> tuple[np.ndarray, np.ndarray]:
-        return self.empty(pair.shape, pair.dtype), self.empty(pair.other_shape, pair.other_dtype)
 
     @staticmethod
     def pointer(array: np.ndarray) -> int:

@@ -15,7 +15,6 @@ launches (`key`, `cached`, the call).  attention.py tries that way first:
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import threading
 from typing import Any
@@ -26,9 +25,8 @@ from cuflash import args, backends
 from cuflash import results as results_
 from cuflash.arrays import numpy_dtype
 from cuflash.errors import CuflashError
-from cuflash.plan import ALIGNMENT, Plan, make
+from cuflash.plan import Plan, make
 from cuflash.problem import Operands, Problem
-from cuflash.row import round_up
 
 log = logging.getLogger("cuflash")
 MAX_PREPARED = 4096  # prepared calls kept by key; at more, all are forgotten
@@ -166,7 +164,6 @@ class Prepared:
             if name in there and name in self._words
         ]
         self._new = [(name, *_new_result(plan.problem, name)) for name in self._names if name not in there]
-        self._pair = _pair_of(self._new)
         self._seed_word = args.offset_of("seed") // 8
         self._slot_words = self._words_of_slots()
         self._zeroed = [
@@ -202,11 +199,7 @@ class Prepared:
 
     def _run(self, arrays: Any, seed: int, operands: Operands | None) -> dict[str, Any]:
         backend, plan, pointer = self.backend, self.plan, self.backend.pointer
-        if self._pair is not None:
-            out, lse = backend.empty_pair(self._pair)
-            results = {"out": out, "lse": lse}
-        else:
-            results = {name: backend.empty(shape, dtype) for name, shape, dtype in self._new}
+        results = {name: backend.empty(shape, dtype) for name, shape, dtype in self._new}
         if self.given:
             results = {
                 name: arrays[self.order.index(name)] if name in self.given else results[name]
@@ -357,17 +350,6 @@ def _new_result(problem: Problem, name: str) -> tuple[tuple[int, ...], np.dtype]
     shape, dtype = results_.shape_and_dtype(problem, name)
     made = _hollow(shape, numpy_dtype(dtype))
     return results_.in_layout(problem, name, made).shape, made.dtype
-
-
-def _pair_of(new: list[tuple[str, tuple[int, ...], np.dtype]]) -> backends.Pair | None:
-    """out and lse in one allocation, when lse is small: it stays as long as out does."""
-    if [name for name, _, _ in new] != ["out", "lse"]:
-        return None
-    (_, shape, dtype), (_, other_shape, other_dtype) = new
-    n_bytes, more = math.prod(shape) * dtype.itemsize, math.prod(other_shape) * other_dtype.itemsize
-    start = round_up(n_bytes, ALIGNMENT)
-    is_small = 8 * more <= n_bytes
-    return backends.Pair(shape, dtype, other_shape, other_dtype, start, start + more) if is_small else None
 
 
 def _arrays(operands: Operands, order: tuple[str, ...]) -> list[Any]:

@@ -374,21 +374,6 @@ def test_a_result_that_overlaps_takes_the_checked_way(pretend):
     assert key in launch._prepared and launch.cached(key, ordered) is None
 
 
-@pytest.mark.parametrize("dim_v, is_shared", [(64, True), (6, False)])
-def test_lse_rides_in_the_allocation_of_out_when_it_is_small(pretend, monkeypatch, dim_v, is_shared):
-    make, backend = pretend
-    pairs = []
-    monkeypatch.setattr(backend, "empty_pair", lambda pair: pairs.append(pair) or (make((1,)), make((1,))))
-    given = {name: make(array.shape) for name, array in arrays(dim_v=dim_v).items()}
-    problem, operands = check("forward", given, {})
-    launch.run(plan.make(problem, HERE), operands)
-    assert len(pairs) == is_shared
-    for pair in pairs:
-        assert pair.shape == (2, 5, 4, 64) and pair.other_shape == (2, 4, 5)
-        assert pair.start % 256 == 0 and pair.start >= 2 * 5 * 4 * 64 * 4
-        assert pair.n_bytes == pair.start + 2 * 4 * 5 * 4
-
-
 def test_a_plan_keeps_its_prepared_calls(recorder, monkeypatch):
     given, mask = arrays(), BlockMask.from_dense(np.ones((1, 1), bool), 64, 64)
     made, real = [], launch.Prepared
@@ -603,7 +588,7 @@ def test_a_warm_call_costs_microseconds(cupy):
         for _ in range(100):
             attention(q, k, v, causal=True)
         best = min(best, (time.perf_counter() - start) / 100)
-    assert best < 40e-6, f"{best * 1e6:.1f} us; 13 on an H200's host"
+    assert best < 40e-6, f"{best * 1e6:.1f} us; 15 on an H200's host"
 
 
 @pytest.mark.gpu
