@@ -49,7 +49,7 @@ class Judge:
         self.exact = reference.LONGDOUBLE if self.dtype == "float64" else reference.FLOAT64
         n_products = call.q.size * call.k.shape[-2 if call.options.get("layout") == "bhsd" else -3]
         # few numbers have few errors, and one draw of them may be lucky: more draws of a small problem
-        self.n_draws = int(np.clip(2**24 // max(n_products, 1), 2, 16))
+        self.n_draws = int(np.clip(2**23 // max(n_products, 1), 3, 16))
         self._forward = None
 
     def baselines(self, dtype):

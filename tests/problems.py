@@ -255,13 +255,13 @@ def draw_options(pick, rng, build, sizes, extreme):
         shape = pick("alibi", ((sizes.heads,), (sizes.batch, sizes.heads)))
         options["alibi_slopes"] = rng.uniform(-0.1, 0.3, shape).astype(accumulator)
     if build.bias:
-        bias = rng.standard_normal(draw_broadcast(pick, "bias", scores_shape))
+        bias = np.asarray(rng.standard_normal(draw_broadcast(pick, "bias", scores_shape)))
         if extreme and pick("bias values", ("normal", "hiding")) == "hiding":
             bias[rng.random(bias.shape) < (0.3 if bias.size > 8 else 0.1)] = -np.inf
         options["bias"] = bias.astype(dtype if build.bias == "same" else np.float32)
     if build.mask:
-        mask = rng.random(draw_broadcast(pick, "mask", scores_shape))
-        options["mask"] = mask < (pick("kept", (0.7, 0.95, 0.1)) if mask.size > 8 else 0.9)
+        mask = np.asarray(rng.random(draw_broadcast(pick, "mask", scores_shape)))
+        options["mask"] = np.asarray(mask < (pick("kept", (0.7, 0.95, 0.1)) if mask.size > 8 else 0.9))
     if build.block_mask:
         options["block_mask"] = draw_block_mask(pick, rng, build.block_mask, sizes)
     if build.sink:
