@@ -17,7 +17,7 @@ from cuflash.arrays import module_of
 from cuflash.check import check
 from cuflash.errors import CuflashError
 from cuflash.problem import Operands, Problem
-from cuflash.reference_scores import Arithmetic, scores
+from cuflash.reference_scores import Arithmetic, scores, to_host
 
 
 class RowStats(NamedTuple):
@@ -126,7 +126,7 @@ def _checked_rows(problem: Problem, operands: Operands, rows: Any) -> np.ndarray
     batch = operands.q.shape[0]
     if rows is None:
         return reference.chosen(None, batch, problem.heads, problem.len_q)
-    rows = reference.to_host(rows)
+    rows = to_host(rows)
     try:
         rows = reference.chosen(rows, batch, problem.heads, problem.len_q)
         integers = rows.dtype.kind in "iu" or not rows.size

@@ -38,7 +38,7 @@ from cuflash.arrays import module_of
 from cuflash.check import check
 from cuflash.philox import dropout_keep
 from cuflash.problem import Operands, Problem
-from cuflash.reference_scores import Arithmetic, Sequence, scores, sequences, slope_index
+from cuflash.reference_scores import Arithmetic, Sequence, product, scores, sequences, slope_index, to_host
 
 FLOAT64 = Arithmetic("float64")
 LONGDOUBLE = Arithmetic("longdouble")  # judges float64 kernels; NumPy only, small sizes only
@@ -224,7 +224,7 @@ def backward(
             S, visible, dcap, distance = scores(problem, operands, sequence, h, i, j, arithmetic)
             P = arithmetic.round(xp.where(visible, xp.exp(S - lse[:, None]), 0))
             Z = dropout_factor(problem, operands, sequence, h, i, j, arithmetic)
-            dP = arithmetic.round(dO @ V.T)
+            dP = arithmetic.round(product(dO, V.T))
             dP = xp.where(Z == 0, 0, Z * dP)
             dS = arithmetic.round(xp.where(visible, P * (dP - delta[:, None]), 0))
 
@@ -284,8 +284,8 @@ def sum_over_visible(weights: Any, values: Any, visible: Any) -> Any:
     weights = xp.where(visible, weights, 0)
     finite = xp.isfinite(values).all(axis=1)
     if bool(finite.all()):
-        return weights @ values
-    total = weights @ xp.where(finite[:, None], values, 0)
+        return product(weights, values)
+    total = product(weights, xp.where(finite[:, None], values, 0))
     for m in np.flatnonzero(~to_host(finite)):
         total = total + xp.where(visible[:, m, None], weights[:, m, None] * values[m], 0)
     return total
@@ -338,8 +338,3 @@ def result_dtype(problem: Problem, arithmetic: Arithmetic) -> str | None:
     if problem.out_dtype == problem.dtype and arithmetic.rounds_to != "tf32":
         return arithmetic.rounds_to
     return problem.out_dtype
-
-
-def to_host(array: Any) -> np.ndarray:
-    """A NumPy array of a CuPy array or of anything NumPy takes."""
-    return array.get() if hasattr(array, "get") else np.asarray(array)

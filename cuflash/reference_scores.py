@@ -15,6 +15,8 @@ A score that is -inf for another reason (a bias of -inf) is hidden just the same
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,7 +100,7 @@ def sequences(problem: Problem, operands: Operands) -> list[Sequence]:
     """Every sequence of a problem.  Lengths on a device are read; what is out of range is clamped."""
     found = []
     lengths = {
-        name: None if value is None else np.asarray(value.get() if hasattr(value, "get") else value)
+        name: None if value is None else to_host(value)
         for name in ("query_lengths", "key_lengths", "cu_seqlens_q", "cu_seqlens_k")
         for value in [getattr(operands, name)]
     }
@@ -137,7 +139,7 @@ def scores(
     K = arithmetic.widen(operands.k[sequence.array_b, sequence.k_start + j, h // problem.group])
     distance = xp.abs(i[:, None] + sequence.offset - j[None, :]).astype(arithmetic.accumulate)
 
-    S = problem.scale * (Q @ K.T)
+    S = problem.scale * product(Q, K.T)
     dcap = 1.0
     if problem.softcap is not None:
         tanh = xp.tanh(S / problem.softcap)
@@ -153,6 +155,25 @@ def scores(
     S = arithmetic.round(S)
     visible = visible & ~xp.isneginf(S)
     return Scores(xp.where(visible, S, -np.inf), visible, dcap, distance)
+
+
+def product(A: Any, B: Any) -> Any:
+    """A @ B, on the host where CuPy finds no cuBLAS (the cuda12 extra brings none): as right, and slow."""
+    try:
+        return A @ B
+    except ImportError as error:
+        _warn_of_slow_products(str(error))
+        return module_of(A).asarray(to_host(A) @ to_host(B))
+
+
+@functools.cache
+def _warn_of_slow_products(why: str) -> None:
+    logging.getLogger("cuflash").warning("reference: products run on the host, CuPy has no cuBLAS: %s", why)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """A NumPy array of a CuPy array or of anything NumPy takes."""
+    return array.get() if hasattr(array, "get") else np.asarray(array)
 
 
 def is_visible(problem: Problem, operands: Operands, sequence: Sequence, h: int, i: Any, j: Any) -> Any:

@@ -401,6 +401,17 @@ def test_the_baseline_rounds_every_result_to_its_dtype(dtype):
         assert np.abs(got - expected).max() > eps / 50 or dtype == np.float64
 
 
+def test_products_without_cublas_run_on_the_host(caplog):
+    class WithoutBlas(np.ndarray):
+        def __matmul__(self, other):
+            raise ImportError("no libcublas")
+
+    A, B = normal(3, 4), normal(4, 5)
+    with caplog.at_level("WARNING", "cuflash"):
+        assert np.array_equal(reference.product(A.view(WithoutBlas), B.view(WithoutBlas)), A @ B)
+    assert "no libcublas" in caplog.text
+
+
 def test_bad_input_is_refused_as_in_attention():
     with pytest.raises(cuflash.CuflashError, match="attention"):
         reference.attention(normal(1, 2, 3, 4), normal(1, 2, 2, 4), normal(1, 2, 2, 4))
