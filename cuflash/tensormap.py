@@ -1,8 +1,8 @@
 """Tensor maps: how TMA (kernels/lib/tma.cuh) is told about an array.
 
 A map is 128 bytes: element type, address, up to five axes with strides, the box one instruction copies, and
-its swizzle.  Only the address changes from call to call, so a Layout keeps everything else ready: encoding one
-costs 2 us, and the newest addresses are remembered.
+its swizzle.  Only the address changes from call to call, so a Layout keeps everything else ready: encoding
+one costs 2 us, and the newest addresses are remembered.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _REMEMBERED = 256
 class Layout:
     """Everything of a tensor map but the address.
 
-    dtype: element type.  dims: axis lengths in elements, contiguous axis first.  strides: bytes from one index
-    to the next, of all axes but the first.  box: elements one instruction copies, per axis.  swizzle: 128, 64,
-    32 or 0 bytes; a swizzled box's first axis is at most that wide.  emulated: the map is for the emulator; else
-    the driver encodes it.
+    dtype: element type.  dims: axis lengths in elements, contiguous axis first.  strides: bytes from one
+    index to the next, of all axes but the first.  box: elements one instruction copies, per axis.  swizzle:
+    128, 64, 32 or 0 bytes; a swizzled box's first axis is at most that wide.  emulated: the map is for the
+    emulator; else the driver encodes it.
 
     >>> rows = Layout("bfloat16", dims=(64, 4096), strides=(128,), box=(64, 128), swizzle=128)
     >>> rows.encode(array.data.ptr)                        # 128 bytes for a kernel parameter

@@ -47,13 +47,19 @@ def on_gpu(name: str, text: str, entry: str, params: tuple = ()):
     return module.get_function(entry)
 
 
-def probe(where, file, entry, arrays, numbers=(), *, block=32, grid=1, shared_mem=0, maps=(), name=None):
+def source(file: str) -> str:
+    return (HERE / f"{file}.cu").read_text()
+
+
+def probe(where, file, entry, arrays, numbers=(), *, block=32, grid=1, shared_mem=0, maps=(), text=None):
     """Run an entry of tests/kernels/<file>.cu on copies of `arrays`; returns the copies after it.
+
+    text: another text of that file.
 
     maps: (index of array, tensormap.Layout keywords) of up to two tensor maps, for kernels whose Probe begins
     with `TensorMap maps[2]`.  where: "emulator" or "gpu".
     """
-    text = (HERE / f"{file}.cu").read_text()
+    text = text or source(file)
     has_maps = "TensorMap maps[2]" in text
     if where == "gpu":
         import cupy

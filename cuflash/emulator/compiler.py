@@ -32,6 +32,7 @@ FLAGS = (
     "-ffp-contract=off",
     "-fno-exceptions",
     "-fno-rtti",
+    "-fstack-clash-protection",  # a stack overflow meets the guard page, however large the array
     "-U_FORTIFY_SOURCE",  # its longjmp refuses to leave a fiber
     "-fno-sanitize=all",  # zig's default traps on what CUDA defines
     "-DCUFLASH_EMULATED",
@@ -97,8 +98,13 @@ def compile(text: str, params: dict[str, int] | tuple, entry: str) -> Module:
     callers += f'extern "C" const int cuflash_async_proxy = {int(uses_proxy)};\n'
     source = f'{text}\n#line 1 "callers"\n{callers}'
     jit = ["-DCUFLASH_JIT"] if params else []  # without parameters: the default set of lib/params.cuh
-    path = _object(source, [*KERNEL_FLAGS, *jit, *defines], f"emulated-{entry}", entry)
-    return Module(path, runtime(), entry)
+    path = _object(source, [*KERNEL_FLAGS, *jit, *defines], f"emulated-{names[0]}", names[0])
+    return _load(path)
+
+
+@functools.cache
+def _load(path: Path) -> Module:
+    return Module(path, runtime())
 
 
 @functools.cache

@@ -165,14 +165,13 @@ def load_runtime(path: Path) -> ctypes.CDLL:
 class Module:
     """A compiled kernel file; get_function as cupy.RawModule has it."""
 
-    def __init__(self, path: Path, runtime: Path, entry: str):
+    def __init__(self, path: Path, runtime: Path):
         self.path = path
-        self.entry = entry
         self._runtime = load_runtime(runtime)
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
-            raise CuflashError(f"{entry}: the emulator cannot load {path}: {error}") from error
+            raise CuflashError(f"the emulator cannot load {path}: {error}") from error
 
     def get_function(self, name: str) -> Function:
         try:

@@ -1,5 +1,6 @@
-// products.cpp - wgmma.  A product exists when all 128 threads of the warpgroup have issued it.  "Early" it runs then;
-// "late" when the first thread waits for its group, reading shared memory and registers as they are by then.
+// products.cpp - wgmma.  "Early" a warp's rows of A are read when its 32 threads have issued the product, B when the first
+// warp has, and D is written when all 128 threads have: what another warp is still to write to shared memory is missed.
+// "Late" all of it happens when the first thread waits for the group, with memory and registers as they are by then.
 #include "runtime.hpp"
 
 namespace emulated {
@@ -53,7 +54,6 @@ static void read_operand(Block* block, u64 bits, int rows, bool transposed, bool
         else matrix[(8 * chunk + e) * width + i] = x;
       }
     }
-  current()->counters->async_shared += 32ull * rows;
 }
 
 static void read_registers(const Issued& issued, float* matrix) {   // matrix[k][64]
@@ -118,14 +118,33 @@ void product_fence() {
 
 // ---- running
 
+static void read_b(Block* block, Issued& issued) {
+  const Product& product = issued.product;
+  issued.b_rows.resize(16 * product.n_columns);
+  read_operand(block, product.b_descriptor, product.n_columns, product.transposed_b, product.is_bf16, issued.b_rows.data(),
+               product.n_columns, issued.here);
+}
+
+static void read_a(Block* block, Issued& issued, int first_row, int n_rows) {
+  const Product& product = issued.product;
+  if (product.a != nullptr) return;
+  float all[16 * 64];
+  read_operand(block, product.a_descriptor, 64, product.transposed_a, product.is_bf16, all, 64, issued.here);
+  issued.a_rows.resize(16 * 64);
+  for (int k = 0; k < 16; k++) memcpy(&issued.a_rows[64 * k + first_row], all + 64 * k + first_row, 4 * n_rows);
+}
+
 static void run(Block* block, int group, Issued& issued) {
   const Product& product = issued.product;
   const int n = product.n_columns;
-  float a[16 * 64], b[16 * 256], d[64 * 256];
-  if (product.a == nullptr) read_operand(block, product.a_descriptor, 64, product.transposed_a, product.is_bf16, a, 64, issued.here);
-  else read_registers(issued, a);
-  read_operand(block, product.b_descriptor, n, product.transposed_b, product.is_bf16, b, n, issued.here);
-  multiply(a, b, d, n);
+  float d[64 * 256];
+  if (product.a != nullptr) {
+    issued.a_rows.resize(16 * 64);
+    read_registers(issued, issued.a_rows.data());
+  }
+  multiply(issued.a_rows.data(), issued.b_rows.data(), d, n);
+  std::vector<float>().swap(issued.a_rows);
+  std::vector<float>().swap(issued.b_rows);
   for (int thread = 0; thread < 128; thread++) {
     const int row = 16 * (thread / 32) + thread % 32 / 4, column = 2 * (thread % 4);
     float* to = issued.d[thread];
@@ -136,6 +155,7 @@ static void run(Block* block, int group, Issued& issued) {
     remember(block->fibers[128 * group + thread], to, 2 * n);
   }
   issued.done = true;
+  current()->counters->async_shared += 32ull * (n + (product.a == nullptr ? 64 : 0));
   current()->counters->tensor_flops += 2ull * 64 * n * 16;
 }
 
@@ -168,8 +188,14 @@ void product_issue(const Product& product, Here here) {
          issued.here.line);
   issued.d[fiber->linear % 128] = product.d;
   issued.a[fiber->linear % 128] = product.a;
+  const bool early = fiber->worker->launch->request.late_products == 0;
+  const int warp = fiber->linear % 128 / 32;
+  if (++issued.of_warp[warp] == 32 && early) {
+    if (issued.b_rows.empty()) read_b(fiber->block, issued);
+    read_a(fiber->block, issued, 16 * warp, 16);
+  }
   if (++issued.n_issued < 128) return;
-  if (fiber->worker->launch->request.late_products == 0) run(fiber->block, group, issued);
+  if (early) run(fiber->block, group, issued);
   for (int i = 128 * group; i < 128 * (group + 1); i++)
     if (fiber->block->fibers[i]->wait == Wait::products) {
       fiber->block->fibers[i]->wait = Wait::nothing;
@@ -192,7 +218,10 @@ void product_wait(int n_pending, Here here) {
   const u64 target = n_groups <= 0 ? 0 : mine.product_groups[n_groups - 1];
   for (u64 i = 0; i < target; i++) {
     while (products[i].n_issued < 128) suspend(Wait::products, here);
-    if (!products[i].done) run(fiber->block, group, products[i]);
+    if (products[i].done) continue;
+    read_b(fiber->block, products[i]);
+    read_a(fiber->block, products[i], 0, 64);
+    run(fiber->block, group, products[i]);
   }
 }
 

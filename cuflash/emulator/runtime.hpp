@@ -154,7 +154,9 @@ struct Issued {                            // a wgmma as its 128 threads have is
   Product product;
   float* d[128];
   const u32* a[128];
-  int n_issued;
+  int n_issued;                            // threads
+  int of_warp[4];
+  std::vector<float> a_rows, b_rows;       // operands from shared memory once read: a_rows[k][64], b_rows[k][n]
   bool done;
   Here here;
 };

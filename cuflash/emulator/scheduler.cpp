@@ -69,7 +69,7 @@ static Fiber* next_fiber(Worker* worker) {
   if (worker->launch->stop.load(std::memory_order_relaxed)) go_home(worker, home_stopped);
   for (;;) {
     if (Fiber* fiber = pick(worker)) {
-      worker->progress.fetch_add(1, std::memory_order_relaxed);
+      if (fiber->wait != Wait::spin) worker->progress.fetch_add(1, std::memory_order_relaxed);
       return fiber;
     }
     if (advance_copies(worker)) continue;
