@@ -239,6 +239,8 @@ def explain(options: argparse.Namespace) -> int:
         deterministic=options.deterministic,
         device=options.device or ("emulated" if options.run else None),
     )
+    if options.compile:
+        _ = plan.resources  # compiles; the text then has what the compiler said
     print(plan)
     if options.run is None:
         return 0

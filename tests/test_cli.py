@@ -241,6 +241,12 @@ def test_explain_takes_every_option(monkeypatch, capsys):
     assert seen["backward"] and seen["deterministic"] and seen["causal"] and seen["kernel"] == "bwd_02_tiled"
 
 
+def test_explain_compiles_when_asked(capsys):
+    arguments = ("--kernel", "fwd_01_naive", "--dtype", "float32", "--device", "sm_90", "--len", "77")
+    assert "not yet" in run(capsys, "explain", *arguments)[1]
+    assert "not yet" not in run(capsys, "explain", *arguments, "--compile")[1]
+
+
 def test_explain_refuses_in_words(capsys):
     code, _, err = run(capsys, "explain", "--heads", "5", "--heads-k", "2", "--device", "sm_90")
     assert code == 2 and "heads" in err
