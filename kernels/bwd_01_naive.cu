@@ -48,7 +48,7 @@ DEVICE Pair pair_of(const Args& args, const Scoring& scoring, i64 b, i64 h, i64 
   const acc delta = Global<acc>(args.delta.data).load(b * args.delta.batch + h * args.delta.head + i * args.delta.row);
   const acc score = capped_log2(scoring, product);
   if (lse == NEG_INF || score == NEG_INF) return {};   // hidden, whatever made it so: dP may be NaN
-  const acc P = exp2_approx((score - lse) * LOG2E);
+  const acc P = exp_near(score - lse);
   return {P, P * (dP - delta)};
 }
 

@@ -78,7 +78,7 @@ KERNEL(n_threads, 1) pass_columns(const __grid_constant__ Args args) {
       for (int c = 0; c < OfScores::cols; c++) {
         const i32 i = i0 + row, j = own.j0 + part.col(c);
         if (full || (visible(args, masking, keys, i, j) && smem.keeps(walk, j, i0, i)))
-          sums[c] += exp2_approx((score_log2(args, scoring, S[r][c], i, j) - smem.lse(0, row)) * LOG2E);
+          sums[c] += exp_near(score_log2(args, scoring, S[r][c], i, j) - smem.lse(0, row));
       }
     }
   }

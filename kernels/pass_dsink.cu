@@ -24,7 +24,7 @@ KERNEL(n_threads, 1) pass_dsink(const __grid_constant__ Args args) {
     if (row >= existing_rows(args, b)) continue;
     const acc lse = Global<acc>(args.lse.data).load(b * args.lse.batch + h * args.lse.head + row * args.lse.row);
     const acc delta = Global<acc>(args.delta.data).load(b * args.delta.batch + h * args.delta.head + row * args.delta.row);
-    const acc P_sink = lse == NEG_INF ? acc(0) : exp2_approx((sink - lse) * LOG2E);
+    const acc P_sink = lse == NEG_INF ? acc(0) : exp_near(sink - lse);
     mine -= static_cast<double>(P_sink * delta);
   }
   const double total = smem.sum(mine, threadIdx.x);

@@ -37,7 +37,7 @@ DEVICE Gradient gradient_of(const Args& args, const HeadRules& rules, acc lse, a
   const acc capped = capped_log2(rules.scoring, raw);
   const acc exponent = biased_log2(args, rules.scoring, capped, i, j) - lse;
   if (exponent == NEG_INF) return {};
-  acc P = exp2_approx(exponent * LOG2E);
+  acc P = exp_near(exponent);
   if constexpr (has_dropout) dP = kept ? dP * static_cast<acc>(args.dropout_scale) : acc(0);
   const acc d_score = P * (dP - delta);
   if constexpr (has_dropout) P = kept ? P * static_cast<acc>(args.dropout_scale) : acc(0);
@@ -106,18 +106,19 @@ DEVICE void score_products(const Args& args, TileOperands<q_rows, kv_rows, d_col
   }
 }
 
-// S <- P, dP <- dS.  is_kept(i, j): the block mask; not asked where `full`, nor is any other mask.
+// S <- P, dP <- dS.  tests: some element may be hidden; is_kept(i, j) is the block mask.
 // visit(r, c, i, j, d_score): called for every visible element.
-template <class Part, class Tile, class Kept, class Visit>
+template <bool tests, class Part, class Tile, class Kept, class Visit>
 DEVICE void tile_gradient(const Args& args, Tile& tile, const Part& part, acc (&S)[Part::rows][Part::cols], acc (&dP)[Part::rows][Part::cols],
-                          const Sequence& seq, const HeadRules& rules, i32 i0, i32 j0, bool full, Kept is_kept, Visit visit) {
+                          const Sequence& seq, const HeadRules& rules, i32 i0, i32 j0, Kept is_kept, Visit visit) {
   constexpr int width = Vec16<acc>::size;
 #pragma unroll
   for (int r = 0; r < Part::rows; r++) {
     const int row = opaque(part.row(r));
     const i32 i = i0 + row;
     const acc lse = tile.lse(0, row), delta = tile.delta(0, row);
-    const Range keys = full ? Range{0, 0} : visible_keys(args, seq, i);
+    Range keys = {0, 0};
+    if constexpr (tests) keys = visible_keys(args, seq, i);
 #pragma unroll
     for (int g = 0; g < Part::col_groups; g++) {
       const i32 j_first = j0 + part.chunk(g) * width;
@@ -128,7 +129,7 @@ DEVICE void tile_gradient(const Args& args, Tile& tile, const Part& part, acc (&
         const int c = g * width + e;
         const i32 j = j_first + e;
         Gradient gradient = {};
-        if (full || (visible(args, rules.masking, keys, i, j) && is_kept(i, j))) {
+        if (!tests || (visible(args, rules.masking, keys, i, j) && is_kept(i, j))) {
           gradient = gradient_of(args, rules, lse, delta, S[r][c], dP[r][c], keeps >> e & 1, i, j);
           visit(r, c, i, j, gradient.d_score);
         }
@@ -137,4 +138,11 @@ DEVICE void tile_gradient(const Args& args, Tile& tile, const Part& part, acc (&
       }
     }
   }
+}
+
+template <class Part, class Tile, class Kept, class Visit>
+DEVICE void tile_gradient(const Args& args, Tile& tile, const Part& part, acc (&S)[Part::rows][Part::cols], acc (&dP)[Part::rows][Part::cols],
+                          const Sequence& seq, const HeadRules& rules, i32 i0, i32 j0, bool full, Kept is_kept, Visit visit) {
+  if (full) tile_gradient<false>(args, tile, part, S, dP, seq, rules, i0, j0, is_kept, visit);
+  else tile_gradient<true>(args, tile, part, S, dP, seq, rules, i0, j0, is_kept, visit);
 }

@@ -1,4 +1,5 @@
-// types.cuh - the number types of a build and the arithmetic whose rounding matters.  Each instruction has a device and a host body.
+// types.cuh - the number types of a build and the arithmetic whose rounding matters.
+// Each instruction has a device and a host body.
 #pragma once
 #include "params.cuh"
 
@@ -42,7 +43,8 @@ DEVICE float log2_approx(float x) { return log2f(x); }
 DEVICE float f16_to_float(f16 x) {
   const u32 sign = static_cast<u32>(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
   if (magnitude >= 0x7c00) return __builtin_bit_cast(float, sign | 0x7f800000u | (magnitude & 0x3ff) << 13);
-  const float value = magnitude < 0x400 ? magnitude * 0x1p-24f : __builtin_bit_cast(float, (magnitude << 13) + (112u << 23));
+  const float value =
+      magnitude < 0x400 ? magnitude * 0x1p-24f : __builtin_bit_cast(float, (magnitude << 13) + (112u << 23));
   return sign ? -value : value;
 }
 DEVICE f16 float_to_f16(float x) {   // to nearest, ties to even
@@ -51,7 +53,7 @@ DEVICE f16 float_to_f16(float x) {   // to nearest, ties to even
   if (magnitude > 0x7f800000) half = 0x7fff;
   else if (magnitude >= 0x477ff000) half = 0x7c00;                                    // 65520 and up
   else if (magnitude >= 0x38800000) half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  else half = __builtin_bit_cast(u32, __builtin_bit_cast(float, magnitude) + 0.5f) - 0x3f000000;   // ulp of 0.5 is 2^-24
+  else half = __builtin_bit_cast(u32, __builtin_bit_cast(float, magnitude) + 0.5f) - 0x3f000000;
   return {static_cast<u16>(sign | half)};
 }
 #else
@@ -71,12 +73,22 @@ DEVICE bf16 float_to_bf16(float x) {
   return y;
 #else
   const u32 bits = __builtin_bit_cast(u32, x);
-  if ((bits & 0x7fffffff) > 0x7f800000) return {0x7fff};                              // NaN stays NaN
-  return {static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};                // to nearest, ties to even
+  if ((bits & 0x7fffffff) > 0x7f800000) return {0x7fff};                 // NaN stays NaN
+  return {static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};   // to nearest, ties to even
 #endif
 }
 
 DEVICE double log2_approx(double x) { return log2(x); }
+// e^x to the last digits, where the result is a gradient's factor and not divided by a sum of its kind.  ex2 takes
+// x * log2(e), whose rounding alone would cost |x| / 2 ulps: what it loses comes back as a factor 1 + lost * ln(2).
+DEVICE float exp_near(float x) {
+  constexpr float log2e_high = 1.44269502162933349609375f, log2e_low = 1.92596299112661746887e-8f;
+  x = x < -150.f ? -150.f : x;   // 0 in float; and -inf - (-inf) is not asked for below
+  const float t = x * log2e_high, lost = fmaf(x, log2e_high, -t) + x * log2e_low;
+  const float y = exp2_approx(t);
+  return y + y * (lost * 0.693147182f);
+}
+DEVICE double exp_near(double x) { return exp(x); }
 DEVICE float hyperbolic_tangent(float x) { return tanhf(x); }
 DEVICE double hyperbolic_tangent(double x) { return tanh(x); }
 template <class T> DEVICE T largest(T a, T b) { return a > b || b != b ? a : b; }     // NaN never wins
