@@ -1,27 +1,31 @@
-// fwd_02_tiled.cu - attention forward in plain arithmetic: a K/V tile in shared memory serves a whole query tile.   any GPU
+// fwd_02_tiled.cu - attention forward: a K/V tile in shared memory serves a whole query tile.   any GPU
 //
 // Read after   fwd_01_naive.cu          Read next   fwd_03_mma.cu
-// Changes      a block owns TILE_Q rows; K and V come to shared memory once per block and not once per row, and every
-//              number read from there is used 8 times from a register
+// Changes      a block owns TILE_Q rows; K and V come to shared memory once per block and not once per row,
+//              and every number read from there is used 8 times from a register
 //
-// Algorithm    = tiled.forward.   One block: TILE_Q query rows of one (batch, head), and one chunk of V's columns.
+// Algorithm    = tiled.forward.   One block: TILE_Q rows of one (batch, head), and one chunk of V's columns.
 //                for each key tile that some row may see:
-//                  S = Q K^T             chunks of HEAD_DIM columns; a head_dim that fits keeps Q in shared memory
-//                  S <- score, mask      lib/score.cuh, lib/mask.cuh; no test in tiles that are visible as a whole
+//                  S = Q K^T             in chunks of HEAD_DIM columns; a head_dim that fits keeps Q in place
+//                  S <- score, mask      lib/score.cuh, lib/mask.cuh; tiles visible as a whole are not tested
 //                  m, l, O <- rescale    lib/softmax.cuh
 //                  P -> shared memory
 //                  O += P V
 //                O / l -> O_gmem      m + log l -> lse
 //              head_dim_v above HEAD_DIM_V: one block per chunk of V, each makes S again.
 // Grid         x: v_chunk + n_v_chunks * (head + heads * slot), slot: positions.cuh, heaviest tiles first
-// Tile         TILE_Q x TILE_KV x HEAD_DIM x HEAD_DIM_V, a warp owns TILE_Q / n_warps rows, lanes_x lanes share a row
-// Shared       Q [TILE_Q, HEAD_DIM] | K [TILE_KV, HEAD_DIM] | V [TILE_KV, HEAD_DIM_V] | P [TILE_Q, TILE_KV], all in acc, swizzled
-// Registers    per thread: S and O, TILE_Q / n_warps / 32 * TILE_KV and * HEAD_DIM_V numbers
+// Tile         TILE_Q x TILE_KV; a warp owns TILE_Q / n_warps rows, lanes_x lanes share a row
+// Shared       in acc, swizzled: Q [TILE_Q, HEAD_DIM] | K [TILE_KV, HEAD_DIM] | V [TILE_KV, HEAD_DIM_V] |
+//              P [TILE_Q, TILE_KV]; before them the kept blocks, where elements ask for them
+// Registers    per thread: S and O, TILE_Q / n_warps / 32 * TILE_KV and * HEAD_DIM_V numbers.  No spills
+//              without options; with all of them up to 400 B at 64 numbers of S a thread
 // Bytes        per block: Q once (once per key tile when walked in chunks), K and V of its key range, O once
-// Barriers     2 block_sync a key tile, each saying that one of K and V has come and the other may be overwritten: float32
-//              and float64 copy V while S is made and the next K while P V is (lib/tiles.cuh), 16-bit inputs convert and wait
-// Tried        everything loaded before S: 36.7 and 34.2 TFLOP/s at head_dim 64 and 128, this: 38.2 and 37.5 (H200, 2026-11);
-//              128 x 64 with 4 warps beats 64 x 64 (34.4), 128 x 128 (34.8), 128 x 32 (34.3) at head_dim 64
+// Barriers     2 block_sync a key tile, each saying that one of K and V has come and the other may be
+//              overwritten. V is copied while S is made and the next K while P V is (lib/tiles.cuh); 16-bit
+//              inputs convert
+// Tried        all loads before S: 36.7 and 34.2 TFLOP/s at head_dim 64 and 128, now 38.2 and 37.5; at
+//              head_dim 64 tiles of 64 x 64 (34.4), 128 x 128 (34.8), 128 x 32 (34.3) (float32, H200,
+//              2026-11)
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
 #include "lib/blocks.cuh"
@@ -42,14 +46,16 @@ struct Smem : KeptBlocks<Walk, asks_blocks> {
   Swizzled<acc, tile_kv, head_dim_v_tile> V;
   Swizzled<acc, tile_q, tile_kv> P;
 };
-static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "fwd_02_tiled: Smem and its row in cuflash/rows.py disagree");
+static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "fwd_02_tiled: Smem and its row disagree");
 static_assert(args_bytes < 0 || sizeof(Args) == args_bytes, "fwd_02_tiled: Args and launch.py disagree");
 
-// Who holds what of a [TILE_Q, n_cols] result: as Partition in products.cuh, but a row never leaves its warp, so that
-// S, P and O of a row meet in the same lanes.  Lane bits 0 and 2 up count along a row, 1 and the rest from row to row:
-// a 16-byte read that several lanes share is then served to two quarter-warps at once (+5 % at head_dim 128, H200, 2026-11).
-constexpr int lanes_x = head_dim_v_tile >= 128 && head_dim_v_tile % (16 * width) == 0 && tile_kv % (16 * width) == 0 ? 16
-                        : head_dim_v_tile % (8 * width) == 0 ? 8 : 4;
+// Who holds what of a [TILE_Q, n_cols] result: as Partition in products.cuh, but a row never leaves its warp,
+// so that S, P and O of a row meet in the same lanes.  Lane bits 0 and 2 up count along a row, 1 and the rest
+// from row to row: a 16-byte read that lanes share then serves two quarter-warps at once (+5 % at head_dim
+// 128, H200, 2026-11).
+template <int lanes>
+constexpr bool divide = head_dim_v_tile % (lanes * width) == 0 && tile_kv % (lanes * width) == 0;
+constexpr int lanes_x = head_dim_v_tile >= 128 && divide<16> ? 16 : divide<8> ? 8 : 4;
 constexpr int lane_bits = 1 | (lanes_x - 2) << 1;   // those that count along a row
 
 template <int n_cols> struct RowPart {
@@ -58,8 +64,8 @@ template <int n_cols> struct RowPart {
   static constexpr int cols = n_cols / lanes_x;
   static constexpr int row_group = rows < width ? rows : width;
   static constexpr int col_groups = cols / width;
-  static_assert(rows * lanes_y * n_warps == tile_q && rows % row_group == 0, "fwd_02_tiled: TILE_Q does not divide among the lanes");
-  static_assert(col_groups * width * lanes_x == n_cols, "fwd_02_tiled: columns do not divide among the lanes");
+  static_assert(rows * lanes_y * n_warps == tile_q && rows % row_group == 0, "fwd_02_tiled: TILE_Q, lanes");
+  static_assert(col_groups * width * lanes_x == n_cols, "fwd_02_tiled: columns and lanes");
   int first_row, first_chunk;
 
   DEVICE explicit RowPart(int thread) {
@@ -67,7 +73,9 @@ template <int n_cols> struct RowPart {
     first_row = (warp * lanes_y + ((lane >> 1 & 1) | lane / (2 * lanes_x) << 1)) * row_group;
     first_chunk = (lane & 1) | (lane >> 1 & (lanes_x - 2));
   }
-  DEVICE int row(int r) const { return first_row + r / row_group * (lanes_y * n_warps * row_group) + r % row_group; }
+  DEVICE int row(int r) const {
+    return first_row + r / row_group * (lanes_y * n_warps * row_group) + r % row_group;
+  }
   DEVICE int chunk(int group) const { return first_chunk + group * lanes_x; }
   DEVICE int col(int c) const { return chunk(c / width) * width + c % width; }
 };
@@ -81,7 +89,7 @@ struct Rules {
   Dropout dropout;
 };
 
-// S <- scores in base 2.  tests: is_visible(r, row's visible keys, i, j) decides; otherwise every element is visible.
+// S <- scores in base 2, -inf where hidden.  tests: false where every element is known to be visible.
 template <bool tests, class Kept>
 DEVICE void modify_scores(const Args& args, const Sequence& seq, const Rules& rules, const ScorePart& part,
                           acc (&S)[ScorePart::rows][ScorePart::cols], i32 i0, i32 j0, Kept is_kept) {
@@ -137,12 +145,18 @@ KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
     return j;
   };
   const auto request_Q = [&](i32 d0) {
-    request_tile<elem, tile_q, head_dim_tile, n_threads>(
-        smem.Q, args.Q.data, tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, i1, d0, args.head_dim), thread);
+    const TileSource source = tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, i1, d0, args.head_dim);
+    request_tile<elem, tile_q, head_dim_tile, n_threads>(smem.Q, args.Q.data, source, thread);
   };
   const auto request_K = [&](i32 j, i32 d0) {
-    request_tile<elem, tile_kv, head_dim_tile, n_threads>(
-        smem.K, args.K.data, tile_source(args.K, seq.array_b, seq.k_row0, own.h_k, j, keys.end, d0, args.head_dim), thread);
+    const TileSource source =
+        tile_source(args.K, seq.array_b, seq.k_row0, own.h_k, j, keys.end, d0, args.head_dim);
+    request_tile<elem, tile_kv, head_dim_tile, n_threads>(smem.K, args.K.data, source, thread);
+  };
+  const auto request_V = [&](i32 j) {
+    const TileSource source =
+        tile_source(args.V, seq.array_b, seq.k_row0, own.h_k, j, keys.end, v0, args.head_dim_v);
+    request_tile<elem, tile_kv, head_dim_v_tile, n_threads>(smem.V, args.V.data, source, thread);
   };
 
   i32 j0 = next_tile(keys.begin / tile_kv * tile_kv);
@@ -156,12 +170,11 @@ KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
     acc S[ScorePart::rows][ScorePart::cols];
     clear(S);
     wait_for_tiles();
-    block_sync();   // Q, K and the kept blocks are there; everyone has used V of the tile before: it may be overwritten
-    request_tile<elem, tile_kv, head_dim_v_tile, n_threads>(
-        smem.V, args.V.data, tile_source(args.V, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, v0, args.head_dim_v), thread);
+    block_sync();   // Q, K and the kept blocks are there; everyone has used V and P of the tile before
+    request_V(j0);
     multiply_rows(part, S, smem.Q, smem.K);
 #pragma unroll 1
-    for (i32 d0 = head_dim_tile; d0 < args.head_dim; d0 += head_dim_tile) {   // the other chunks of a long head_dim
+    for (i32 d0 = head_dim_tile; d0 < args.head_dim; d0 += head_dim_tile) {   // the other chunks
       block_sync();   // everyone has used the chunk before: it may be overwritten
       request_Q(d0);
       request_K(j0, d0);
@@ -211,17 +224,19 @@ KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
     j0 = j_next;
   }
 
-  const acc sink_log2 = sink_of(args, own.h);
+  const acc sink_log2 = sink_of(args, own.h), dropout_scale = static_cast<acc>(args.dropout_scale);
 #pragma unroll
   for (int r = 0; r < OutPart::rows; ++r) {
     const i32 i = i0 + out_part.row(r);
-    RowEnd end = finish_row(m[r], sum_over_lanes<lane_bits>(l[r]), sink_log2, static_cast<acc>(args.dropout_scale));
+    RowEnd end = finish_row(m[r], sum_over_lanes<lane_bits>(l[r]), sink_log2, dropout_scale);
     if (i >= seq.len_q) end = {0, NEG_INF};   // a row beyond its length does not exist: no sink either
 #pragma unroll
-    for (int c = 0; c < OutPart::cols; ++c) O[r][c] = end.factor == 0 ? acc(0) : O[r][c] * end.factor;   // no 0 x NaN
+    for (int c = 0; c < OutPart::cols; ++c)
+      O[r][c] = end.factor == 0 ? acc(0) : O[r][c] * end.factor;   // an empty row is 0 even where V is NaN
     if (i < seq.rows_q && v0 == 0 && out_part.first_chunk == 0)
-      Global<acc>(args.lse.data).store(seq.array_b * args.lse.batch + own.h * args.lse.head + (seq.q_row0 + i) * args.lse.row, end.lse);
+      Global<acc>(args.lse.data).store(index_of(args.lse, seq.array_b, own.h, seq.q_row0 + i), end.lse);
   }
-  store_block<out_elem>(out_part, O, 1, args.O.data,
-                        tile_source(args.O, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, v0, args.head_dim_v));
+  const TileSource target =
+      tile_source(args.O, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, v0, args.head_dim_v);
+  store_block<out_elem>(out_part, O, 1, args.O.data, target);
 }

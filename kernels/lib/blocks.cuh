@@ -1,6 +1,6 @@
-// blocks.cuh - from a block-level CSR mask to the tiles a kernel visits, for any tile size and any block size.
-// A kernel owns one tile along one axis and walks tiles along the other.  Forward: owns queries, walks keys, args.blocks.
-// Backward: owns keys, walks queries, args.blocks_of_key.
+// blocks.cuh - from a block-level CSR mask to the tiles a kernel visits, for any tile and any block size.
+// A kernel owns a tile along one axis and walks tiles along the other.
+// Forward: owns queries, walks keys, args.blocks.   Backward: owns keys, walks queries, args.blocks_of_key.
 #pragma once
 #include "args.cuh"
 #include "memory.cuh"
@@ -10,7 +10,7 @@
 constexpr i32 NO_TILE = 0x7fffffff;
 
 template <int own_tile, int walk_tile, int own_block, int walk_block> struct BlockShape {
-  static constexpr int n_own = (own_tile + own_block - 2) / own_block + 1;       // blocks that a tile can touch
+  static constexpr int n_own = (own_tile + own_block - 2) / own_block + 1;   // blocks that a tile can touch
   static constexpr int n_walk = (walk_tile + walk_block - 2) / walk_block + 1;
   static constexpr int n_words = (n_walk + 31) / 32;
   static constexpr int rows_per_lane = (n_own + 31) / 32;
@@ -18,7 +18,8 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
   static constexpr bool tiles_are_whole = own_block % own_tile == 0 && walk_block % walk_tile == 0;
 };
 
-// Every warp holds the same state: lane r follows own blocks r, r + 32, ..., each a cursor into its CSR row.  All lanes call all functions.
+// Every warp holds the same state: lane r follows own blocks r, r + 32, ..., each a cursor into its CSR row.
+// All lanes call all functions.
 template <int own_tile, int walk_tile, int own_block, int walk_block> struct BlockWalk {
   using Shape = BlockShape<own_tile, walk_tile, own_block, walk_block>;
   static constexpr int own_block_rows = own_block, block = walk_block;
@@ -28,7 +29,8 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
   i32 end[Shape::rows_per_lane];
 
   // own0, own1: rows of the tile; walk0: where the walk begins.
-  DEVICE BlockWalk(const BlockRows& rows, i64 b, i64 h, i32 own0, i32 own1, i32 walk0, int lane) : indices(rows.indices) {
+  DEVICE BlockWalk(const BlockRows& rows, i64 b, i64 h, i32 own0, i32 own1, i32 walk0, int lane)
+      : indices(rows.indices) {
     const Global<i32> indptr(rows.indptr);
     own_first = own0 / own_block;
 #pragma unroll
@@ -39,7 +41,7 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
         const i64 at = b * rows.batch + h * rows.head + row;
         cursor[n] = indptr.load(at);
         end[n] = indptr.load(at + 1);
-        for (i32 low = cursor[n], high = end[n]; low < high; cursor[n] = low) {   // first block >= walk0 / walk_block
+        for (i32 low = cursor[n], high = end[n]; low < high; cursor[n] = low) {   // first block from walk0 on
           const i32 middle = low + (high - low) / 2;
           if (indices.load(middle) < walk0 / walk_block) low = middle + 1;
           else high = middle;
@@ -48,7 +50,8 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
     }
   }
 
-  // First tile start (a multiple of walk_tile) at or after `position`, itself a tile start, that holds a kept block; NO_TILE: none.
+  // First tile start (a multiple of walk_tile) at or after `position`, itself a tile start, that holds a kept
+  // block; NO_TILE: there is none.
   DEVICE i32 next(i32 position) {
     i64 nearest = NO_TILE;
 #pragma unroll
@@ -73,7 +76,8 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
 template <class Walk, bool is_needed> struct KeptBlocks {
   Shared<u32, Walk::Shape::n_own, Walk::Shape::n_words> kept_blocks;
 
-  // Of the tile at walk0, which next() has just returned.  One warp writes; the others read after a block_sync.
+  // Of the tile at walk0, which next() has just returned.  One warp writes, the others read after a
+  // block_sync.
   DEVICE void fill_blocks(const Walk& walk, i32 walk0, int lane) {
 #pragma unroll
     for (int n = 0; n < Walk::Shape::rows_per_lane; ++n) {

@@ -1,5 +1,6 @@
 // philox.cuh - which weights dropout keeps: Philox-4x32-10, one 32-bit word per score, no tile in it.
-// Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).   = cuflash/philox.py, bit for bit.
+// Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
+// = cuflash/philox.py, bit for bit.
 #pragma once
 #include "args.cuh"
 #include "memory.cuh"
@@ -46,7 +47,8 @@ DEVICE Dropout dropout_of(const Args& args, i64 b, i64 h) {
 }
 
 DEVICE Words4 dropout_words(const Dropout& dropout, i64 i, i64 j_block) {
-  const Words4 counter = {static_cast<u32>(j_block), static_cast<u32>(i + dropout.i0), dropout.head, dropout.batch};
+  const u32 row = static_cast<u32>(i + dropout.i0);
+  const Words4 counter = {static_cast<u32>(j_block), row, dropout.head, dropout.batch};
   return philox_4x32_10(counter, dropout.key0, dropout.key1);
 }
 
@@ -54,8 +56,11 @@ DEVICE Words4 dropout_words(const Dropout& dropout, i64 i, i64 j_block) {
 DEVICE bool dropout_keeps(const Dropout& dropout, i64 i, i64 j) {
   const i64 column = j + dropout.j0;
   const Words4 words = dropout_words(dropout, i, column >> 2);
-  const int w = static_cast<int>(column & 3);
-  return (w == 0 ? words.word[0] : w == 1 ? words.word[1] : w == 2 ? words.word[2] : words.word[3]) >= dropout.threshold;
+  const int which = static_cast<int>(column & 3);
+  u32 word = words.word[0];
+#pragma unroll
+  for (int w = 1; w < 4; ++w) word = w == which ? words.word[w] : word;   // no indexing of registers
+  return word >= dropout.threshold;
 }
 
 // Bits 0 to 3: are (i, j) to (i, j + 3) kept?  One Philox call when j + j0 is a multiple of 4, else two.

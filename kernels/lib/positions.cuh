@@ -1,11 +1,17 @@
 // positions.cuh - which sequence and rows a block owns, and which keys a row may see by position.
-// Positions inside a sequence are 32-bit (plan.py refuses longer ones); everything that is added to a pointer is 64-bit.
+// Positions inside a sequence are 32-bit (plan.py refuses longer ones); what is added to a pointer is 64-bit.
 #pragma once
 #include "args.cuh"
 #include "memory.cuh"
 #include "types.cuh"
 
-constexpr i64 UNBOUNDED = 1ll << 61;   // what launch.py writes for a window side of None; query_offset is clamped to +-2^61
+// What launch.py writes for a window side of None; query_offset is clamped to +-2^61.
+constexpr i64 UNBOUNDED = 1ll << 61;
+
+// Where a number stands in its array.
+DEVICE i64 index_of(const PerHead& a, i64 b, i64 h) { return b * a.batch + h * a.head; }
+DEVICE i64 index_of(const PerRow& a, i64 b, i64 h, i64 row) { return b * a.batch + h * a.head + row * a.row; }
+DEVICE i64 index_of(const Tensor& a, i64 b, i64 h, i64 row) { return b * a.batch + h * a.head + row * a.row; }
 
 // One sequence: where its rows lie in the arrays, and how many of them carry numbers.
 struct Sequence {
@@ -31,12 +37,17 @@ DEVICE i64 read_length(const Lengths& lengths, i64 index) {
   return Global<i32>(lengths.data).load(index * lengths.stride);
 }
 
+DEVICE i32 valid_rows(const Lengths& lengths, i64 b, i64 rows) {
+  return static_cast<i32>(clamp<i64>(read_length(lengths, b), 0, rows));
+}
+
 // Cumulative lengths, clamped to the array; the first sequence starts at row 0 whatever entry 0 says.
 DEVICE i64 cumulative(const Lengths& cu_seqlens, i64 index, i64 tokens) {
   return index == 0 ? 0 : clamp<i64>(read_length(cu_seqlens, index), 0, tokens);
 }
 
-// Sequence b.  Packed: b = args.batch is the tail, the rows past the last cumulative length, none of which exist.
+// Sequence b.  Packed: b = args.batch is the tail, the rows past the last cumulative length: none of them
+// exists.
 DEVICE Sequence sequence_of(const Args& args, i64 b) {
   Sequence s;
   s.b = b;
@@ -59,8 +70,8 @@ DEVICE Sequence sequence_of(const Args& args, i64 b) {
     s.rows_k = static_cast<i32>(args.len_k);
     s.len_q = s.rows_q;
     s.len_k = s.rows_k;
-    if constexpr (has_query_lengths) s.len_q = static_cast<i32>(clamp<i64>(read_length(args.query_lengths, b), 0, args.len_q));
-    if constexpr (has_key_lengths) s.len_k = static_cast<i32>(clamp<i64>(read_length(args.key_lengths, b), 0, args.len_k));
+    if constexpr (has_query_lengths) s.len_q = valid_rows(args.query_lengths, b, args.len_q);
+    if constexpr (has_key_lengths) s.len_k = valid_rows(args.key_lengths, b, args.len_k);
   }
   s.offset = args.offset_is_given ? args.query_offset : static_cast<i64>(s.len_k) - s.len_q;
   return s;
@@ -74,8 +85,9 @@ DEVICE i64 existing_rows(const Args& args, i64 b) {
 }
 
 // ---- packed grids: block -> (sequence, tile) without a maximum length and without a prefix sum.
-// The tiles of sequence b take slots from floor(cu[b] / tile) + b on: ceil((c1 - c0) / tile) <= floor(c1 / tile) - floor(c0 / tile) + 1,
-// so slots never overlap, and their starts grow with b: a binary search finds the owner.  A few slots stay empty.
+// The tiles of sequence b take slots from floor(cu[b] / tile) + b on.  ceil((c1 - c0) / tile) is at most
+// floor(c1 / tile) - floor(c0 / tile) + 1, so slots never overlap, and their starts grow with b: a binary
+// search finds the owner.  A few slots stay empty.
 // Slots in all: floor(tokens / tile) + batch + 1, the last sequence being the tail.
 struct Slot {
   i64 b;
@@ -92,13 +104,14 @@ DEVICE Slot slot_owner(const Args& args, const Lengths& cu_seqlens, i64 tokens, 
   return {low, static_cast<i32>(slot - cumulative(cu_seqlens, low, tokens) / tile_rows - low)};
 }
 
-// Blocks along x for tiles of `tile_rows` out of `rows` (packed: tokens), per head; the same numbers in cuflash/row.py.
+// Blocks per head for tiles of `tile_rows` out of `rows` (packed: tokens); the same number in cuflash/row.py.
 DEVICE i64 n_slots(const Args& args, i64 rows, i32 tile_rows) {
   return is_packed ? rows / tile_rows + args.batch + 1 : ceil_div(rows, tile_rows) * args.batch;
 }
 
-// What one block of a query-tile grid owns.  x = head + heads * slot, so that blocks of one moment share K and V of a
-// group; among the slots of a sequence the last tile comes first: with causal it is the heaviest, and the light ones fill the end.
+// What one block of a query-tile grid owns.  x = head + heads * slot, so that blocks of one moment share K
+// and V of a group; among the slots of a sequence the last tile comes first: with causal it is the heaviest,
+// and the light ones fill the end.
 struct QueryTile {
   Sequence seq;
   i64 h;        // query head
@@ -121,7 +134,7 @@ DEVICE QueryTile query_tile_of(const Args& args, i64 x, i32 tile_rows) {
     tile = n_tiles - 1 - owner.tile;
   } else {
     const i64 n_tiles = ceil_div(args.len_q, tile_rows);
-    t.seq = sequence_of(args, slot % args.batch);   // tile is the slow axis: the heaviest tiles of all sequences first
+    t.seq = sequence_of(args, slot % args.batch);   // slow axis: the tile, heaviest of all first
     t.exists = true;
     tile = n_tiles - 1 - slot / args.batch;
   }
@@ -129,7 +142,7 @@ DEVICE QueryTile query_tile_of(const Args& args, i64 x, i32 tile_rows) {
   return t;
 }
 
-// What one block of a key-tile grid owns, for one query head (heads = args.heads) or one key head (args.heads_k).
+// What one block of a key-tile grid owns, for one query head (heads = args.heads) or key head (args.heads_k).
 // The first key tile is the heaviest with causal, so tiles go up.
 struct KeyTile {
   Sequence seq;
@@ -171,7 +184,7 @@ DEVICE i32 last_query(const Args& args, const Sequence& s) {
   return static_cast<i32>(end);
 }
 
-// Keys that at least one of the rows [i_first, i_last] may see; with i_first = i_last exactly the keys of that row.
+// Keys that at least one of the rows [i_first, i_last] may see; with one row, exactly its keys.
 DEVICE Range visible_keys(const Args& args, const Sequence& s, i32 i_first, i32 i_last) {
   const i64 limit = i_first < last_query(args, s) ? last_key(args, s) : 0;
   i64 begin = 0, end = limit;

@@ -1,7 +1,8 @@
-// score.cuh - from a raw product q.k to the score that softmax sees, in contract order: scale, softcap, ALiBi, bias.
-// Scores are in base 2 (times log2(e)): exp2 is the instruction the hardware has.  Derivatives for the backward beside each step.
-// natural_scoring_of makes the same functions give natural scores: where lse is given, e^(score - lse) is nearer to the
-// truth when the two large numbers meet before anything else is rounded.
+// score.cuh - from a raw product q.k to the score that softmax sees, in contract order: scale, softcap,
+// ALiBi, bias. Scores are in base 2 (times log2(e)): exp2 is the instruction the hardware has.  Derivatives
+// for the backward beside each step. natural_scoring_of makes the same functions give natural scores: where
+// lse is given, e^(score - lse) is nearer to the truth when the two large numbers meet before anything else
+// is rounded.
 #pragma once
 #include "positions.cuh"
 
@@ -24,14 +25,18 @@ DEVICE Scoring scoring_in(const Args& args, const Sequence& seq, i64 h, double u
   if constexpr (has_softcap) c.cap_log2 = static_cast<acc>(args.softcap * unit);
   if constexpr (has_alibi)
     if (seq.b < args.batch)   // the tail of a packed call has no entry
-      c.slope_log2 = Global<acc>(args.alibi.data).load(seq.b * args.alibi.batch + h * args.alibi.head) * c.unit;
+      c.slope_log2 = Global<acc>(args.alibi.data).load(index_of(args.alibi, seq.b, h)) * c.unit;
   if constexpr (has_alibi) c.offset = seq.offset;
   if constexpr (has_bias) c.bias0 = seq.b * args.bias.batch + h * args.bias.head;
   return c;
 }
 
-DEVICE Scoring scoring_of(const Args& args, const Sequence& seq, i64 h) { return scoring_in(args, seq, h, 1.4426950408889634074); }
-DEVICE Scoring natural_scoring_of(const Args& args, const Sequence& seq, i64 h) { return scoring_in(args, seq, h, 1); }
+DEVICE Scoring scoring_of(const Args& args, const Sequence& seq, i64 h) {
+  return scoring_in(args, seq, h, 1.4426950408889634074);
+}
+DEVICE Scoring natural_scoring_of(const Args& args, const Sequence& seq, i64 h) {
+  return scoring_in(args, seq, h, 1);
+}
 
 // Step 1: scale and softcap.  raw = q.k
 DEVICE acc capped_log2(const Scoring& c, acc raw) {
@@ -47,14 +52,17 @@ DEVICE acc softcap_slope(const Scoring& c, acc capped) {
 }
 
 // |i + offset - j|: minus this is d score / d slope.
-DEVICE acc alibi_distance(const Scoring& c, i32 i, i32 j) { return static_cast<acc>(magnitude<i64>(i + c.offset - j)); }
+DEVICE acc alibi_distance(const Scoring& c, i32 i, i32 j) {
+  return static_cast<acc>(magnitude<i64>(i + c.offset - j));
+}
 
 // Step 2: ALiBi and bias.  (i, j) must lie inside the sequence: bias is read there.
 DEVICE acc biased_log2(const Args& args, const Scoring& c, acc capped, i32 i, i32 j) {
   acc score = capped;
   if constexpr (has_alibi) score -= c.slope_log2 * alibi_distance(c, i, j);
   if constexpr (has_bias) {
-    const acc bias = convert<acc>(Global<bias_elem>(args.bias.data).load(c.bias0 + i * args.bias.row + j * args.bias.col));
+    const Global<bias_elem> biases(args.bias.data);
+    const acc bias = convert<acc>(biases.load(c.bias0 + i * args.bias.row + j * args.bias.col));
     score += bias * c.unit;
   }
   return score;

@@ -1,17 +1,19 @@
-// softmax.cuh - the running softmax of one row, in base 2: m = largest score so far, l = sum of 2^(score - m).
+// softmax.cuh - the running softmax of a row, in base 2: m = largest score so far, l = sum of 2^(score - m).
 #pragma once
 #include "args.cuh"
 #include "memory.cuh"
 #include "types.cuh"
 #include "warp.cuh"
 
-// A row that has seen nothing has m = -inf; (-inf) - (-inf) would be NaN, so weights are taken against 0 then: 2^(-inf - 0) = 0.
+// A row that has seen nothing has m = -inf; (-inf) - (-inf) would be NaN, so weights are taken against 0
+// then: 2^(-inf - 0) = 0.
 DEVICE acc finite_max(acc m) { return m == NEG_INF ? acc(0) : m; }
 
 // What the sums made with m_old must be multiplied by, now that the maximum is m_new (as finite_max gave it).
 DEVICE acc rescaling(acc m_old, acc m_new) { return exp2_approx(m_old - m_new); }
 
-// Maximum and sum over the lanes that share a row: those whose numbers differ only in the bits of lane_bits.  All get the result.
+// Maximum and sum over the lanes that share a row: those whose numbers differ only in the bits of lane_bits.
+// All of them get the result.
 template <int lane_bits> DEVICE acc max_over_lanes(acc x) {
 #pragma unroll
   for (int bit = 16; bit > 0; bit /= 2)
@@ -31,7 +33,8 @@ struct RowEnd {
   acc lse;
 };
 
-// sink_log2: the head's sink in base 2, ignored without one.  A row that exists but saw nothing: factor 0, lse -inf or the sink.
+// sink_log2: the head's sink in base 2, ignored without one.  A row that exists but saw nothing gets factor
+// 0, and lse -inf or the sink.
 DEVICE RowEnd finish_row(acc m, acc l, acc sink_log2, acc dropout_scale) {
   acc shrink = 1;
   if constexpr (has_sink) {

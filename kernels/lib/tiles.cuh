@@ -1,4 +1,4 @@
-// tiles.cuh - a tile asked for now and used later: cp.async where the numbers need no conversion, else an ordinary load.
+// tiles.cuh - a tile asked for now and used later: cp.async where numbers need no conversion, else a load.
 #pragma once
 #include "cp_async.cuh"
 #include "swizzled.cuh"
@@ -9,9 +9,10 @@ constexpr bool has_cp_async = true;
 constexpr bool has_cp_async = false;
 #endif
 
-// tile[r][d] = source, as acc.  All threads of the block; the tile is there after wait_for_tiles and a block_sync.
+// tile[r][d] = source, as acc.  All threads of the block; it is there after wait_for_tiles and a block_sync.
 template <class From, int rows, int cols, int threads>
-DEVICE void request_tile(Swizzled<acc, rows, cols>& tile, const void* data, const TileSource& source, int thread) {
+DEVICE void request_tile(Swizzled<acc, rows, cols>& tile, const void* data, const TileSource& source,
+                         int thread) {
   if constexpr (has_cp_async && is_same<From, acc>) {
     if (source.by_vectors) {
       constexpr int width = Vec16<acc>::size, chunks = cols / width;
@@ -21,7 +22,8 @@ DEVICE void request_tile(Swizzled<acc, rows, cols>& tile, const void* data, cons
         const int row = at / chunks, chunk = at % chunks;
         const bool is_there = row < source.rows && chunk * width < source.cols;
         const i64 index = source.base + (is_there ? row * source.stride + chunk * width : 0);
-        cp_async(tile.address(row, chunk), from.address(index, is_there ? 16 : 0), is_there ? 16 : 0);   // 0 bytes: zeros
+        const u32 n_bytes = is_there ? 16 : 0;   // the rest of the chunk is filled with zeros
+        cp_async(tile.address(row, chunk), from.address(index, n_bytes), n_bytes);
       }
       cp_async_commit();
       return;
