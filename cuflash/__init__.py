@@ -11,15 +11,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# attention and merge are functions named like their modules: imported now, so that the names mean functions
+# attention, merge and trace are functions named like their modules: imported now, so that the names mean functions
 from cuflash.arrays import spec
 from cuflash.attention import Gradients, attention, attention_backward, attention_vjp, explain
 from cuflash.blockmask import BlockMask
 from cuflash.errors import CuflashError
 from cuflash.merge import merge, merge_backward
+from cuflash.trace import trace
 
 if TYPE_CHECKING:
-    from cuflash import compat, emulator, lab, reference, trace
+    from cuflash import compat, emulator, lab, reference
     from cuflash.ahead import warmup
     from cuflash.introspect import attention_weights, key_importance, row_stats
     from cuflash.philox import dropout_mask
@@ -56,7 +57,7 @@ _LATER = {
     "dropout_mask": "philox",
     "warmup": "ahead",
 }
-_MODULES = ("compat", "emulator", "lab", "reference", "trace")
+_MODULES = ("compat", "emulator", "lab", "reference")
 _PLANNED = {
     "attention_jvp": "forward-mode differentiation (JVP)",
     "attention_double_backward": "differentiating the gradients again",

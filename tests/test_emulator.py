@@ -1,4 +1,4 @@
-"""The emulator finds bugs: each is seeded in a copy of a small kernel and is reported or gives wrong numbers."""
+"""The emulator finds bugs: each, seeded in a copy of a small kernel, is reported or gives wrong numbers."""
 
 import numpy as np
 import pytest

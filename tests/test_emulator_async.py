@@ -1,4 +1,4 @@
-"""Bugs of asynchronous code, seeded in copies of a small TMA and wgmma pipeline: each is found in some mode."""
+"""Bugs of asynchronous code, seeded in copies of a small TMA and wgmma pipeline: some mode finds each."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def run(*changes, seed=0, **options):
 
 
 def words(*changes, **options):
-    """What the emulator says of a broken copy; None: it only gives wrong numbers.  Fails when it finds nothing."""
+    """What the emulator says of a broken copy; None: only wrong numbers.  Fails when it finds nothing."""
     silent = True
     for seed, (copies, products) in itertools.product(range(3), TIMES):
         try:
@@ -90,7 +90,7 @@ SECOND_COMMIT = "wgmma_commit();\n    wgmma_wait<0>();   // K and P"
         ("bulk_wait_read<0>();", "", "leaves the kernel while this store may still read"),
         ("Q + 2 * k, K", "Q + 2 * k + (warp & 1), K", "issue different wgmma"),
         ("if (elect_one()) {", "{", None),
-        ("P = wgmma_descriptor(smem.P.address(0, 0), 16", "P = wgmma_descriptor(40000, 16", "reaches outside"),
+        ("P = wgmma_descriptor(smem.P.address(0, 0),", "P = wgmma_descriptor(40000,", "reaches outside"),
         ("smem.Q.address(0, 0), p.maps", "smem.Q.address(0, 8), p.maps", "no multiple of 128"),
         ("tma_at(0, 64 * (j + 1))", "tma_at(0, 64 * (j + 1), 0)", "3 coordinates for a tensor map of 2"),
         ("    return;\n  }", "    ;\n  }", None),
@@ -103,7 +103,7 @@ def test_each_bug_is_found(old, new, said):
 
 
 def test_a_stage_that_is_freed_too_soon():
-    """The empty arrival moves before the wait for what reads the stage: found by early copies, late products."""
+    """The empty arrival moves before the wait for what reads the stage: early copies, late products."""
     wait = "wgmma_wait<0>();   // K and P have been read\n"
     arrive = "    if (lane == 0) mbarrier_arrive(smem.empty.address(0, j % 2));"
     change = (wait + arrive, arrive + "\n    wgmma_wait<0>();")
