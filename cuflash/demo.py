@@ -50,7 +50,7 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo found.  seconds is the second pass, once everything is compiled and warm."""
+    """What the demo found.  seconds is the best of three passes, once everything is compiled and warm."""
 
     neighbours: list[Neighbour]
     embeddings: np.ndarray  # (sentences, 384)
@@ -107,9 +107,11 @@ def run(sentences: Sequence[str] = SENTENCES, device: str = "auto", dtype: str =
     encoder = Encoder.load(find_weights(), xp, None if dtype == "float32" else numpy_dtype(dtype))
     ids, lengths = encoder.tokenizer.batch(sentences, encoder.max_length)
     to_host(encoder.embed_ids(ids, lengths))  # compiles, loads and warms up
-    start = time.perf_counter()
-    embeddings = to_host(encoder.embed_ids(ids, lengths))
-    seconds = time.perf_counter() - start
+    seconds = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        embeddings = to_host(encoder.embed_ids(ids, lengths))
+        seconds = min(seconds, time.perf_counter() - start)
     expected = encoder.reference().embed_ids(ids, lengths)
     return Result(
         neighbours=nearest(sentences, embeddings),
