@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cuflash
+from cuflash import nvml
 
 VERSIONED = (
     "numpy",
@@ -28,6 +29,10 @@ VERSIONED = (
     "nvidia-cuda-nvrtc-cu12",
     "nvidia-cuda-nvrtc",
     "torch",
+    "jax",
+    "fa3-fwd",
+    "flash-attn3-jax",
+    "flash-attn-4",
 )
 
 
@@ -73,14 +78,19 @@ def cpu_name() -> str:
 
 
 def device() -> dict[str, Any] | None:
-    """The current CUDA device: name, arch, driver, runtime and NVRTC versions; None without one."""
+    """The current CUDA device: name, arch, driver, runtime and NVRTC versions; None without one.
+
+    driver is the newest CUDA it supports, driver_version its own number.  Clocks in MHz, power in watts, as
+    they are now (NVML; None where that is missing).
+    """
     try:
         import cupy
 
         runtime = cupy.cuda.runtime
         if runtime.getDeviceCount() == 0:
             return None
-        properties = runtime.getDeviceProperties(cupy.cuda.Device().id)
+        current = cupy.cuda.Device()
+        properties, bus_id = runtime.getDeviceProperties(current.id), current.pci_bus_id
         return {
             "name": properties["name"].decode(),
             "arch": f"sm_{properties['major']}{properties['minor']}",
@@ -90,6 +100,11 @@ def device() -> dict[str, Any] | None:
             "runtime": dotted(runtime.runtimeGetVersion()),
             "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
             "cupy": cupy.__version__,
+            "driver_version": nvml.driver_version(),
+            "max_sm_clock": nvml.max_sm_clock(bus_id),
+            "sm_clock": nvml.sm_clock(bus_id),
+            "temperature": nvml.temperature(bus_id),
+            "power_limit": nvml.power_limit(bus_id),
         }
     except Exception:  # a missing module, driver or library: each has its own class, all mean "no GPU here"
         return None

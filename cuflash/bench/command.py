@@ -1,0 +1,329 @@
+"""`cuflash bench`: the arguments, and what happens in which order.
+
+Exit codes: 0 all is well; 1 a wrong result, or with --against a kernel that became slower; 2 bad input;
+130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cuflash import devices, records
+from cuflash.bench import against, inputs, markdown, peers, plots, profile, report, shapes
+from cuflash.bench.contenders import check_names
+from cuflash.bench.run import Task, run
+from cuflash.bench.shapes import Shape, Sizes, Suite
+from cuflash.bench.timing import Rounds
+from cuflash.bench.truth import SAMPLES
+from cuflash.errors import CuflashError
+from cuflash.problem import FLOAT_DTYPES
+
+CPU_PAUSE = 0.1  # seconds: threads of BLAS and OpenMP go on spinning after their work
+EXAMPLES = """examples:
+  cuflash bench                                    forward and backward, on the GPU or, without one, the CPU
+  cuflash bench forward --peers --grid envelope    beside every library that is installed
+  cuflash bench forward --len 4096 --head-dim 128 --causal yes --dtype float16
+  cuflash bench ladder --plot ladder.svg           every rung
+  cuflash bench cpu --peers                        NumPy beside PyTorch on the CPU
+  cuflash bench forward --against RECORD.json      what became slower
+  cuflash bench --profile fwd_02_tiled             how busy the units are, by ncu
+  cuflash bench --tables                           write the tables of the READMEs from the records
+"""
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word.replace("_", "")) for word in words(text))
+
+
+def edge(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="cuflash bench",
+        description="Measure kernels side by side; every result is checked in the run that times it.",
+        epilog="suites:\n"
+        + "\n".join(f"  {name:<10}{text}" for name, text in shapes.SUITES.items())
+        + f"\n\n{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("suites", nargs="*", metavar="SUITE", help="see below; default: forward backward")
+    everyone = ", ".join(peer.name for peer in peers.PEERS)
+    top.add_argument("--peers", nargs="?", type=words, const=(), metavar="A,B",
+                     help=f"run other libraries beside; all that are installed, or of {everyone}")  # fmt: skip
+    top.add_argument("--kernels", type=words, metavar="A,B", help="rows by name; auto is the one chosen")
+    top.add_argument("--grid", choices=tuple(shapes.GRIDS), default="default", help="of forward and backward")
+    top.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    _add_sizes(top)
+    protocol = top.add_argument_group("protocol")
+    protocol.add_argument("--rounds", type=int, default=3, metavar="N", help="shuffled rounds (3)")
+    protocol.add_argument("--launches", type=int, default=4, metavar="N", help="timed launches a burst (4)")
+    protocol.add_argument("--pause", type=float, metavar="MS", help="before each burst (12; CPU 100)")
+    protocol.add_argument("--sustained", type=float, metavar="S", help="also S seconds back to back")
+    protocol.add_argument(
+        "--graph", choices=("auto", "always", "never"), help="CUDA graph replay of forwards"
+    )
+    protocol.add_argument("--samples", type=int, default=SAMPLES, metavar="N",
+                          help=f"query heads checked of each shape ({SAMPLES})")  # fmt: skip
+    protocol.add_argument("--tiny", action="store_true", help="sizes of milliseconds: for the checks alone")
+    output = top.add_argument_group("output")
+    output.add_argument("--record", metavar="PATH", help="default: kernels/measured/ or ./cuflash-records/")
+    output.add_argument("--no-record", action="store_true")
+    output.add_argument("--plot", metavar="PATH", help="SVG or PNG; several suites: name-SUITE.svg")
+    output.add_argument("--against", metavar="RECORD", help="list what became slower since")
+    output.add_argument("--show", metavar="RECORD", help="print (and --plot) a record; measures nothing")
+    output.add_argument("--tables", action="store_true", help="write the READMEs' tables from the records")
+    output.add_argument("--profile", metavar="KERNEL", help="counters of Nsight Compute for one kernel")
+    return top
+
+
+def _add_sizes(top: argparse.ArgumentParser) -> None:
+    sizes = top.add_argument_group("sizes and options, in place of the suite's own")
+    for name, text in (
+        ("head-dim", "64,128"), ("len", "query rows: 512,2048"), ("dtype", f"of {','.join(FLOAT_DTYPES)}"),
+    ):  # fmt: skip
+        kind = words if name == "dtype" else numbers
+        sizes.add_argument(f"--{name}", type=kind, metavar="A,B", help=text)
+    for name in ("head-dim-v", "len-k", "batch", "heads", "heads-k", "tokens", "hidden"):
+        sizes.add_argument(f"--{name}", type=int, metavar="N")
+    sizes.add_argument("--causal", choices=("yes", "no", "both"), help="default: that of the suite")
+    sizes.add_argument("--window", type=edge, nargs=2, metavar=("LEFT", "RIGHT"), help="numbers, or none")
+    for name in ("scale", "softcap", "dropout"):
+        sizes.add_argument(f"--{name}", type=float, metavar="X")
+    sizes.add_argument("--query-offset", type=int, metavar="N")
+    sizes.add_argument("--precision", choices=("float32", "tf32"))
+    sizes.add_argument("--deterministic", action="store_true", help="backward: bitwise repeatable gradients")
+    sizes.add_argument("--with", type=words, default=(), metavar="A,B", dest="drawn",
+                       help=f"array options, drawn: {', '.join(inputs.DRAWN)}")  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `cuflash bench` and return its exit code."""
+    options = parser().parse_args(arguments)
+    out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    if options.tables:
+        changed = markdown.write()
+        print("\n".join(f"written: {path}" for path in changed) or "every table is as it should be")
+        return 0
+    if options.show:
+        return show(records.read(options.show), options, out)
+    place = place_of(options.device)
+    if options.profile:
+        return profiled(options, place, out)
+    return measured(options, place, out)
+
+
+def place_of(device: str) -> str:
+    has_gpu = devices.gpu_count() > 0
+    if device == "gpu" and not has_gpu:
+        raise CuflashError("bench: --device gpu: CuPy sees no CUDA device; `cuflash info` says what is here.")
+    return "gpu" if has_gpu and device != "cpu" else "cpu"
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    """What the flags say of sizes and options."""
+    unknown = [name for name in options.dtype or () if name not in FLOAT_DTYPES]
+    if unknown:
+        raise CuflashError(f"bench: unknown dtype {', '.join(unknown)}; known: {', '.join(FLOAT_DTYPES)}.")
+    unknown = [name for name in options.drawn if name not in inputs.DRAWN]
+    if unknown:
+        raise CuflashError(f"bench: --with {', '.join(unknown)}: known are {', '.join(inputs.DRAWN)}.")
+    settings = {
+        "window": tuple(options.window) if options.window else None,
+        "query_offset": options.query_offset,
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "dropout": None if options.dropout is None else (options.dropout, 1),
+        "precision": options.precision,
+    }
+    causal = {"yes": (True,), "no": (False,), "both": (False, True), None: None}[options.causal]
+    return Sizes(
+        options.head_dim, options.head_dim_v, options.len, options.len_k, options.batch, options.heads,
+        options.heads_k, causal, options.dtype, options.tokens, options.hidden,
+        tuple((name, value) for name, value in settings.items() if value is not None), options.drawn,
+    )  # fmt: skip
+
+
+def default_dtype(place: str) -> str:
+    """bfloat16 where tensor cores know it."""
+    if place == "cpu":
+        return "float32"
+    return "bfloat16" if devices.find(None).arch >= 80 else "float16"
+
+
+def suites_of(options: argparse.Namespace, place: str) -> list[Suite]:
+    from dataclasses import replace
+
+    names = options.suites or (["forward", "backward"] if place == "gpu" else ["cpu"])
+    found = []
+    for name in names:
+        where = "cpu" if name == "cpu" else place
+        made = shapes.suite(name, sizes_of(options), where, default_dtype(where), options.grid, options.tiny)
+        if options.graph:
+            made = replace(made, graph=options.graph)
+        if options.deterministic:
+            made = replace(made, own=True, shapes=tuple(map(_deterministic, made.shapes)))
+        found.append(replace(made, own=made.own or options.tiny or bool(options.kernels)))
+    return found
+
+
+def _deterministic(shape: Shape) -> Shape:
+    from dataclasses import replace
+
+    if shape.direction == "forward":
+        return shape
+    return replace(shape, settings=(*shape.settings, ("deterministic", True)))
+
+
+def measured(options: argparse.Namespace, place: str, out: Console) -> int:
+    """Run the suites, print, record, plot, compare."""
+    if options.plot:
+        plots.check_path(options.plot)
+    check_names(options.kernels)
+    earlier = records.read(options.against) if options.against else None
+    suites = suites_of(options, place)
+    code = 0
+    for suite in suites:
+        where = "cpu" if suite.name == "cpu" else place
+        if where == "cpu" and suite.name != "cpu":
+            why = "asked for the CPU" if options.device == "cpu" else "no CUDA GPU here"
+            out.print(f"{why}: kernels are not measured, this is the NumPy path")
+        pause = options.pause if options.pause is not None else 1e3 * (CPU_PAUSE if where == "cpu" else 0.012)
+        if options.tiny:
+            pause = 0
+        protocol = Rounds(options.rounds, options.launches, pause / 1e3, sustained=options.sustained)
+        chosen = () if options.peers is None else tuple(peers.named(options.peers or None, where))
+        task = Task(suite, where, options.kernels, chosen, protocol, options.samples)
+        with bar(suite.name, len(suite.shapes)) as step:
+            done = run(task, step)
+        data = report.payload(done)
+        show_payload(data, out)
+        record = {"environment": records.environment(), **data}
+        if not options.no_record and data["results"]:
+            path = records.write(
+                f"bench-{suite.name}", data, report.sources_of(data), _named(options.record, suite, suites)
+            )
+            out.print(f"record: {path}")
+        if options.plot and data["results"]:
+            out.print(f"plot: {plots.save(data, _named(options.plot, suite, suites))}")
+        if done.wrong:
+            code = 1
+        if done.stopped:
+            return 130
+        if earlier is not None and print_changes(record, earlier, out):
+            code = 1
+    return code
+
+
+def _named(path: str | None, suite: Suite, suites: Sequence[Suite]) -> Path | None:
+    """The path, with the suite's name in it when there are several."""
+    if path is None or len(suites) == 1:
+        return None if path is None else Path(path)
+    whole = Path(path)
+    return whole.with_name(f"{whole.stem}-{suite.name}{whole.suffix}")
+
+
+def print_changes(record: dict[str, Any], earlier: dict[str, Any], out: Console) -> bool:
+    """Print what changed; whether one of cuflash's own became slower."""
+    changes = against.compare(record, earlier)
+    slower = [change for change in changes if change.slower]
+    faster = [change for change in changes if change.faster]
+    date = earlier["environment"]["date"][:10]
+    out.print(f"\nagainst {date}: {len(changes)} compared, {len(slower)} slower, {len(faster)} faster")
+    for title, found in (("slower", slower), ("faster", faster)):
+        for change in found:
+            out.print(f"  {title}: {change}")
+    return bool(against.kernels_slower(changes, record))
+
+
+def show(record: dict[str, Any], options: argparse.Namespace, out: Console) -> int:
+    """A record as its run printed it."""
+    if "results" not in record:
+        raise CuflashError(f"bench --show: {options.show} is no record of a bench.")
+    show_payload(record, out)
+    if options.plot:
+        out.print(f"plot: {plots.save(record, options.plot)}")
+    return 0
+
+
+def show_payload(data: dict[str, Any], out: Console) -> None:
+    for title, table in report.tables(data):
+        out.print(f"\n{title}")
+        out.print(table)
+    for note in report.notes(data):
+        out.print(note)
+    ratios = [
+        line["error_over_limit"]
+        for one in data["results"]
+        for line in one["lines"]
+        if line.get("error_over_limit") is not None
+    ]
+    if ratios:
+        out.print(
+            f"{len(ratios)} results checked, largest error / limit {max(ratios):.2f}; {data['seconds']} s"
+        )
+
+
+def profiled(options: argparse.Namespace, place: str, out: Console) -> int:
+    """`--profile KERNEL`: one table, one record."""
+    direction = profile.direction_of(options.profile)
+    if place == "cpu":
+        raise CuflashError("bench --profile: counts on a CUDA GPU, and there is none here.")
+    shape = profile_shape(options, direction)
+    found = profile.profile(options.profile, shape)
+    out.print(f"{direction}, {shape.label()}, {shape.dtype}")
+    units = list(profile.UTILISATION)
+    table = report.table("kernel", ">ms", *(f">{unit} %" for unit in units), ">occupancy %", ">DRAM GB",
+                         ">registers", "limiter")  # fmt: skip
+    for one in found:
+        shares = (f"{one.utilisation[unit]:.0f}" if unit in one.utilisation else "" for unit in units)
+        moved = None if one.dram_bytes is None else one.dram_bytes / 1e9
+        occupancy = "" if one.occupancy is None else f"{one.occupancy:.0f}"
+        table.add_row(one.kernel, report.digits(one.milliseconds), *shares, occupancy, report.digits(moved),
+                      str(one.registers or ""), one.limiter)  # fmt: skip
+    out.print(table)
+    for one in found:
+        waits = ", ".join(
+            f"{reason.replace('_', ' ')} {100 * part:.0f} %" for reason, part in one.stalls.items()
+        )
+        if waits:
+            out.print(f"{one.kernel}: warps wait for {waits}")
+    if not options.no_record:
+        data = {
+            "label": shape.label(), "shape": shape.as_json(), "place": "gpu",
+            "kernels": [one.as_json() for one in found],
+        }  # fmt: skip
+        out.print(f"record: {records.write('profile', data, {options.profile}, options.record)}")
+    return 0
+
+
+def profile_shape(options: argparse.Namespace, direction: str) -> Shape:
+    """The shape that the flags name, by default head_dim 128, length 4,096."""
+    made = shapes.grid(
+        (direction,), sizes_of(options), head_dims=(128,), lengths=(4096,), causal=(False,),
+        dtype=default_dtype("gpu"),
+    )  # fmt: skip
+    return made[0]
+
+
+@contextmanager
+def bar(title: str, total: int) -> Iterator[Callable[[str, bool], None]]:
+    """A bar on stderr; the function given out says what goes on, and moves it when a shape is done."""
+    counts = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    what = TextColumn("{task.description}", markup=False)
+    with Progress(*counts, what, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda text, done: progress.update(task, advance=1 if done else 0, description=text)

@@ -1,0 +1,287 @@
+"""Tables of README.md and kernels/README.md, written from the records between markers.
+
+    <!-- forward -->
+    ... generated ...
+    <!-- /forward -->
+
+For every shape the newest record that measured it is used, whole: numbers side by side are always of one run.
+A number whose kernel has changed since is marked stale.  `cuflash bench --tables` writes them; a test checks
+that they are what it would write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cuflash import records, rows
+from cuflash.bench.against import card
+from cuflash.bench.profile import UTILISATION
+from cuflash.bench.report import UNITS, columns, digits, percent, value
+from cuflash.bench.shapes import SUITES
+from cuflash.errors import CuflashError
+
+FILES = ("README.md", "kernels/README.md")
+STALE = " (stale)"
+Record = dict[str, Any]
+Cell = tuple[dict[str, Any], Record]  # a result, and the record it is from
+
+
+def root() -> Path:
+    """The checkout.  CuflashError in an installed wheel, which has no READMEs to write."""
+    folder = records.folder()
+    if folder.name != "measured":
+        raise CuflashError("bench --tables: writes the READMEs of a checkout; this is an installed package.")
+    return folder.parent.parent
+
+
+def all_records(folder: Path | None = None) -> list[Record]:
+    """Every readable record of the bench, oldest first."""
+    found = []
+    for path in sorted((folder or records.folder()).glob("*.json")):
+        try:
+            record = records.read(path)
+        except (OSError, ValueError):
+            continue
+        if isinstance(record, dict) and str(record.get("kind", "")).startswith(("bench", "profile")):
+            found.append(record)
+    return sorted(found, key=lambda record: record["environment"]["date"])
+
+
+def write(folder: Path | None = None) -> list[Path]:
+    """Write every table; returns the files that changed."""
+    changed = []
+    for path, text in texts(folder).items():
+        if path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            changed.append(path)
+    return changed
+
+
+def texts(folder: Path | None = None) -> dict[Path, str]:
+    """File -> its text with every table as it should be."""
+    found, made = all_records(folder), {}
+    for name in FILES:
+        path = root() / name
+        made[path] = filled(path.read_text(encoding="utf-8"), found)
+    return made
+
+
+def filled(text: str, found: Sequence[Record]) -> str:
+    """The text with what stands between each pair of markers made anew."""
+
+    def one(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- {name} -->\n{render(name, found)}\n<!-- /{name} -->"
+
+    names = "|".join(TABLES)
+    return re.sub(rf"<!-- ({names}) -->\n.*?<!-- /\1 -->", one, text, flags=re.DOTALL)
+
+
+def render(name: str, found: Sequence[Record]) -> str:
+    """One table in Markdown, or the command that would make its record."""
+    return TABLES[name](name, found)
+
+
+# ---- which numbers
+
+
+def chosen(suite: str, found: Sequence[Record]) -> list[Cell]:
+    """Results of a suite: of the card measured last, each shape from the newest record that has it."""
+    mine = [r for r in found if r.get("suite") == suite and not r.get("own") and r.get("results")]
+    if not mine:
+        return []
+    device = card(mine[-1])
+    cells: dict[str, Cell] = {}
+    for record in mine:
+        if card(record) != device:
+            continue
+        for one in record["results"]:
+            if any(line["status"] == "measured" for line in one["lines"]):
+                cells[repr(sorted(one["shape"].items()))] = one, record
+    order = {"forward": 0, "backward": 1}
+
+    def place(cell: Cell) -> tuple[Any, ...]:
+        s = cell[0]["shape"]
+        causal = dict(map(tuple, s["settings"])).get("causal", False)
+        return order[s["direction"]], s["dtype"], s["head_dim"], s["len_q"], s["len_k"], s["batch"], causal
+
+    return sorted(cells.values(), key=place)
+
+
+def is_stale(line: dict[str, Any], stale: set[str]) -> bool:
+    return bool(stale.intersection(line.get("sources", ())))
+
+
+class Stale:
+    """Kernel files that changed since a record, looked up once a record."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, set[str]] = {}
+
+    def of(self, record: Record) -> set[str]:
+        if id(record) not in self._known:
+            self._known[id(record)] = set(records.stale(record))
+        return self._known[id(record)]
+
+
+def nothing(name: str) -> str:
+    peers = "" if name in ("ladder", "profile") else " --peers"
+    command = f"cuflash bench {name}{peers}" if name in SUITES else "cuflash bench --profile KERNEL"
+    return f"Not measured yet: `{command}` makes the record."
+
+
+def caption(cells: Sequence[Cell]) -> str:
+    """Device, driver, clock, dtype, distribution, date, protocol: what a number needs to mean something."""
+    runs = list({id(record): record for _, record in cells}.values())
+    last = runs[-1]
+    where, protocol = last["environment"], last["protocol"]
+    dates = sorted({record["environment"]["date"][:10] for record in runs})
+    words = [card(last)]
+    if last["place"] == "gpu" and where["device"]:
+        driver = where["device"].get("driver_version") or f"CUDA {where['device']['driver']}"
+        words.append(f"driver {driver}")
+        clocks = sorted(one["clock_mhz"] for one, _ in cells if one.get("clock_mhz"))
+        if clocks:
+            words.append(f"SM clock {clocks[0]:,.0f} to {clocks[-1]:,.0f} MHz while measured")
+    else:
+        words.append(f"{where['cores']} cores")
+    dtypes = ", ".join(dict.fromkeys(one["shape"]["dtype"] for one, _ in cells))
+    versions = [f"{name} {where['versions'][name]}" for name in ("torch", "jax") if name in where["versions"]]
+    return (
+        f"{', '.join(words)}; {dtypes}, {last['distribution']}; {' to '.join(dict.fromkeys(dates))}"
+        f"{'; ' + ', '.join(versions) if versions else ''}. "
+        f"Medians of {protocol['rounds']} shuffled rounds of {protocol['launches']} launches after a pause "
+        f"of {protocol['pause_ms']:.0f} ms; every result checked in the run that timed it."
+    )
+
+
+# ---- tables
+
+
+def line_of(result: dict[str, Any], asked: str) -> dict[str, Any] | None:
+    return next((line for line in result["lines"] if line["asked"] == asked), None)
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)])
+
+
+def by_shape(name: str, found: Sequence[Record]) -> str:
+    """A line per shape, a column per contender, the best number of a line in bold."""
+    cells, stale = chosen(name, found), Stale()
+    if not cells:
+        return nothing(name)
+    metric = cells[0][1]["metric"]
+    parts = [caption(cells), f"In {UNITS[metric]}."]
+    for direction in ("forward", "backward"):
+        own = [cell for cell in cells if cell[0]["shape"]["direction"] == direction]
+        if not own:
+            continue
+        names = [n for n in columns([c[0] for c in own]) if any(_shown(c[0], n, metric) for c in own)]
+        attention = [n for n in names if not n.startswith("matmul")]
+        share = ["of matmul"] if metric == "tflops" else []
+        head = [direction, *("cuflash" if n == "auto" else n for n in attention), *share, "kernel"]
+        body = []
+        for one, record in own:
+            numbers = {n: _shown(one, n, metric) for n in attention}
+            there = [x for x in numbers.values() if x is not None]
+            better = min if metric in ("ms", "host_us", "bytes") else max
+            best = better(there) if there else None
+            row, kernel, first = [one["label"]], "", None
+            for n in attention:
+                line, number = line_of(one, n), numbers[n]
+                text = digits(number)
+                if number is not None and number == best:
+                    text = f"**{text}**"
+                if number is not None and is_stale(line, stale.of(record)):
+                    text += STALE
+                if line is not None and line["status"] == "wrong":
+                    text = "wrong"
+                if number is not None and line["kind"] == "cuflash":
+                    first, kernel = (
+                        number if first is None else first,
+                        line["name"] if n == "auto" else kernel,
+                    )
+                row.append(text)
+            shares = [percent(first, one["matmul_tflops"])] if share else []
+            body.append([*row, *shares, f"`{kernel}`" if kernel else ""])
+        parts.append(markdown(head, body))
+    return "\n\n".join(parts)
+
+
+def _shown(result: dict[str, Any], asked: str, metric: str) -> float | None:
+    line = line_of(result, asked)
+    return None if line is None else value(line, metric)
+
+
+def by_rung(name: str, found: Sequence[Record]) -> str:
+    """A line per rung of the ladder, a column per shape: TFLOP/s, and percent of the matmul."""
+    cells, stale = chosen(name, found), Stale()
+    if not cells:
+        return nothing(name)
+    parts = [caption(cells), "TFLOP/s, and percent of the best matmul of the same rounds."]
+    for direction, table in (("forward", rows.FORWARD), ("backward", rows.BACKWARD)):
+        own = [cell for cell in cells if cell[0]["shape"]["direction"] == direction]
+        if not own:
+            continue
+        head = [direction, *(_short_label(one["shape"]) for one, _ in own), "registers", "the one idea"]
+        body = []
+        for row in reversed(table):
+            texts, registers = [], ""
+            for one, record in own:
+                line = line_of(one, row.name)
+                number = None if line is None else value(line, "tflops")
+                text = "" if number is None else f"{digits(number)} ({percent(number, one['matmul_tflops'])})"
+                if line is not None and line["status"] in ("wrong", "failed"):
+                    text = line["status"]
+                if number is not None and is_stale(line, stale.of(record)):
+                    text += STALE
+                registers = str((line or {}).get("details", {}).get("registers") or registers)
+                texts.append(text)
+            body.append([f"`{row.name}`", *texts, registers, row.teaches])
+        parts.append(markdown(head, body))
+    return "\n\n".join(parts)
+
+
+def _short_label(shape: dict[str, Any]) -> str:
+    causal = ", causal" if dict(map(tuple, shape["settings"])).get("causal") else ""
+    return f"d {shape['head_dim']}, {shape['len_q']:,}{causal}"
+
+
+def profiles(name: str, found: Sequence[Record]) -> str:
+    """A line per profiled kernel and shape: utilisation and the limiter."""
+    mine = [record for record in found if record.get("kind") == "profile"]
+    if not mine:
+        return nothing(name)
+    device, stale = card(mine[-1]), Stale()
+    newest: dict[tuple[str, str], tuple[Record, dict[str, Any]]] = {}
+    for record in mine:
+        for one in record["kernels"] if card(record) == device else ():
+            newest[one["kernel"], record["label"]] = record, one
+    head = ["kernel", "shape", *UTILISATION, "occupancy", "DRAM GB", "limiter"]
+    body = []
+    for (kernel, label), (record, one) in sorted(newest.items()):
+        mark = STALE if kernel.split("__")[0] in stale.of(record) else ""
+        shares = [_share(one["utilisation"].get(unit)) for unit in UTILISATION]
+        moved = one.get("dram_bytes")
+        body.append([
+            f"`{kernel}`{mark}", label, *shares, _share(one.get("occupancy")),
+            "" if moved is None else digits(moved / 1e9), one["limiter"],
+        ])  # fmt: skip
+    text = f"{device}, {mine[-1]['environment']['date'][:10]}; percent of what each unit can do, by ncu."
+    return f"{text}\n\n{markdown(head, body)}"
+
+
+def _share(part: float | None) -> str:
+    return "" if part is None else f"{part:.0f} %"
+
+
+TABLES: dict[str, Callable[[str, Sequence[Record]], str]] = {
+    **{name: by_shape for name in SUITES},
+    "ladder": by_rung,
+    "profile": profiles,
+}

@@ -1,0 +1,213 @@
+"""`cuflash bench --profile KERNEL`: how busy the units of the GPU are while a kernel runs, by Nsight Compute.
+
+ncu runs this module as a child on one problem and counts; here its CSV is read into one table, and the unit
+that limits is named.
+
+    profile("fwd_02_tiled", shape)          # a list of Profiled, one per launch of the row's own kernel
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cuflash import rows
+from cuflash.bench.inputs import draw
+from cuflash.bench.shapes import Shape
+from cuflash.errors import CuflashError
+
+SECTIONS = (
+    "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Chart",
+    "SchedulerStats", "WarpStateStats", "Occupancy", "LaunchStats",
+)  # fmt: skip
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
+# unit -> names of ncu's metrics, percent of the peak; the largest that a card has is taken
+UTILISATION = {
+    "tensor": (r"sm__pipe_tensor\w*_cycles_active", r"sm__inst_executed_pipe_tensor\w*"),
+    "MUFU": (r"sm__inst_executed_pipe_xu",),
+    "FMA": (r"sm__pipe_fma\w*_cycles_active", r"sm__inst_executed_pipe_fma\w*"),
+    "issue": (r"sm__inst_issued", r"sm__issue_active", r"smsp__issue_active", r"sm__instruction_throughput"),
+    "shared": (r"l1tex__data_pipe_lsu_wavefronts\w*", r"l1tex__data_bank_(reads|writes)"),
+    "L2": (r"lts__throughput",),
+    "DRAM": (r"dram__throughput", r"gpu__dram_throughput"),
+}
+PERCENT = r"\.avg\.pct_of_peak_sustained_(active|elapsed)$"
+BUSY = 60.0  # percent; below it on every unit, waiting is the limit
+SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """One launch.  utilisation: unit -> percent of its peak; occupancy: percent of the warps an SM holds."""
+
+    kernel: str
+    milliseconds: float | None
+    utilisation: dict[str, float]
+    occupancy: float | None
+    registers: int | None
+    dram_bytes: float | None
+    stalls: dict[str, float] = field(default_factory=dict)  # reason -> part of warp cycles
+    limiter: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find_ncu() -> str | None:
+    """Path of Nsight Compute's command line."""
+    for candidate in (shutil.which("ncu"), "/usr/local/cuda/bin/ncu"):
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    return None
+
+
+def direction_of(kernel: str) -> str:
+    """ "forward" or "backward".  CuflashError for an unknown row."""
+    for direction, table in (("forward", rows.FORWARD), ("backward", rows.BACKWARD)):
+        if kernel in {row.name for row in table}:
+            return direction
+    known = ", ".join(dict.fromkeys(row.name for row in (*rows.FORWARD, *rows.BACKWARD)))
+    raise CuflashError(f"bench --profile: unknown kernel {kernel!r}; known: {known}.")
+
+
+def profile(kernel: str, shape: Shape, keep: Path | None = None) -> list[Profiled]:
+    """Run the kernel under ncu.  keep: where ncu's CSV goes too.
+
+    Raises CuflashError without ncu, and with what ncu said when it fails (often: counters need rights).
+    """
+    ncu = find_ncu()
+    if ncu is None:
+        raise CuflashError(
+            "bench --profile: needs Nsight Compute's `ncu`, which is not on PATH\n"
+            "  It comes with the CUDA toolkit; `cuflash explain` tells registers and predicted bytes without it."
+        )
+    command = [
+        ncu, "--csv", "--page", "raw", "--kernel-name", f"regex:^{kernel}", "--target-processes", "all",
+        "--profile-from-start", "off", *[x for section in SECTIONS for x in ("--section", section)],
+        "--metrics", ",".join(METRICS), sys.executable, "-m", "cuflash.bench.profile", kernel,
+        json.dumps(shape.as_json()),
+    ]  # fmt: skip
+    paths = os.pathsep.join(path for path in sys.path if path)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, "PYTHONPATH": paths}
+        )
+    except subprocess.TimeoutExpired:
+        raise CuflashError(f"bench --profile: ncu did not finish in {SECONDS} s") from None
+    if keep is not None:
+        keep.write_text(done.stdout + done.stderr)
+    found = parse(done.stdout)
+    if not found:
+        said = [x for x in (done.stdout + done.stderr).splitlines() if "ERROR" in x or "Error" in x]
+        raise CuflashError(
+            f"bench --profile: ncu counted nothing for {kernel}\n  "
+            + "\n  ".join(said[-5:] or ["(no message)"])
+        )
+    return found
+
+
+def parse(text: str) -> list[Profiled]:
+    """ncu's raw CSV page: a line of names, a line of units, a line per launch."""
+    start = text.find('"ID"')
+    if start < 0:
+        return []
+    lines = [line for line in text[start:].splitlines() if line.startswith('"')]
+    names, units, *launches = list(csv.reader(io.StringIO("\n".join(lines))))
+    return [_profiled(dict(zip(names, row, strict=False)), dict(zip(names, units, strict=True)))
+            for row in launches]  # fmt: skip
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text.replace(",", "")) if text else None
+    except ValueError:
+        return None
+
+
+_SCALE = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12,
+          "ns": 1e-6, "nsecond": 1e-6, "us": 1e-3, "usecond": 1e-3, "ms": 1, "msecond": 1,
+          "s": 1e3, "second": 1e3}  # fmt: skip
+
+
+def _profiled(row: dict[str, str], units: dict[str, str]) -> Profiled:
+    def scaled(name: str) -> float | None:
+        number = _number(row.get(name))
+        return None if number is None else number * _SCALE.get(units.get(name, ""), 1)
+
+    utilisation = {}
+    for unit, patterns in UTILISATION.items():
+        shares = [
+            number
+            for name, text in row.items()
+            if any(re.match(f"(?:{pattern}){PERCENT}", name.split(" ")[0]) for pattern in patterns)
+            and (number := _number(text)) is not None
+        ]
+        if shares:
+            utilisation[unit] = max(shares)
+    read, written = scaled("dram__bytes_read.sum"), scaled("dram__bytes_write.sum")
+    registers = _number(row.get("launch__registers_per_thread"))
+    return Profiled(
+        kernel=row.get("Kernel Name", "").split("(")[0],
+        milliseconds=scaled("gpu__time_duration.sum"),
+        utilisation=utilisation,
+        occupancy=_number(row.get("sm__warps_active.avg.pct_of_peak_sustained_active")),
+        registers=None if registers is None else int(registers),
+        dram_bytes=None if read is None else read + (written or 0),
+        stalls=_stalls(row),
+        limiter=limiter(utilisation, _stalls(row)),
+    )
+
+
+def _stalls(row: dict[str, str]) -> dict[str, float]:
+    """Why warps waited: the three largest reasons as parts of all warp cycles."""
+    pattern = r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio"
+    cycles = {
+        match[1]: number
+        for name, text in row.items()
+        if (match := re.fullmatch(pattern, name)) and (number := _number(text))
+    }
+    whole = sum(cycles.values())
+    most = sorted(cycles.items(), key=lambda pair: -pair[1])[:3]
+    return {reason: round(number / whole, 3) for reason, number in most}
+
+
+def limiter(utilisation: dict[str, float], stalls: dict[str, float]) -> str:
+    """The unit that is busiest, or what warps wait for when none is busy."""
+    if not utilisation:
+        return "unknown"
+    unit, share = max(utilisation.items(), key=lambda pair: pair[1])
+    if share >= BUSY:
+        return f"{unit} ({share:.0f} %)"
+    waiting = next((reason for reason in stalls if reason != "selected"), None)
+    reason = f", mostly {waiting.replace('_', ' ')}" if waiting else ""
+    return f"waiting{reason} (busiest: {unit} {share:.0f} %)"
+
+
+def main() -> int:
+    """The child: the kernel once unseen (it compiles), once counted."""
+    import cupy
+    from cupyx.profiler import profile as counted
+
+    from cuflash.bench.contenders import Cuflash
+
+    kernel, shape = sys.argv[1], Shape.from_json(json.loads(sys.argv[2]))
+    prepared = Cuflash(kernel).prepare(draw(shape, cupy), fresh=False)
+    prepared.call(0)
+    cupy.cuda.runtime.deviceSynchronize()
+    with counted():
+        prepared.call(0)
+        cupy.cuda.runtime.deviceSynchronize()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
