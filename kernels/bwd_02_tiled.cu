@@ -1,24 +1,28 @@
-// bwd_02_tiled.cu - attention backward in plain arithmetic, tiled: any dtype, any head_dim, every option.   any GPU
+// bwd_02_tiled.cu - attention backward in plain arithmetic, tiled; takes every problem.   any GPU
 //
 // Read after   bwd_01_naive.cu            Read next   bwd_03_mma.cu
-// Changes      a tile of keys meets a tile of queries in shared memory; five products instead of seven: one pass makes
-//              dK, dV and dQ, whose parts are added up in memory
+// Changes      a tile of keys meets a tile of queries in shared memory; five products instead of seven: one
+//              pass makes dK, dV and dQ, whose parts are added up in memory
 //
 // Algorithm    = tiled_backward.backward.   One block: TILE_KV keys of one (sequence, key head).
 //                K, V -> shared, once
 //                for each query head of the group, each query tile that sees these keys:
 //                  S = Q K^T,  dP = dO V^T                     registers
 //                  P = e^(score - lse),  dS = P (dP - delta)   lib/gradient.cuh; both to shared memory
-//                  dV += P^T dO,  dK += dS^T Q                 registers, over the whole walk: GQA needs no copies
-//                  dQ_sum += dS K                              added to memory atomically, 16 bytes at a time
+//                  dV += P^T dO,  dK += dS^T Q                 registers, over the whole walk
+//                  dQ_sum += dS K                              memory, atomically, 16 bytes at a time
 //                dK * scale, dV -> memory                      (pass_convert makes dQ of dQ_sum)
-//              head_dim above HEAD_DIM: the tiles hold one chunk of d at a time; a block owns one chunk of dK, dV, dQ.
-//              deterministic: no dQ here; bwd_02_tiled__dq owns query tiles and walks the keys, two products more.
-// Grid         x: chunk + n_chunks * (key head + heads_k * slot), slot: positions.cuh;  __dq: query heads and tiles
-// Shared       Q, dO [TILE_Q, .] | K, V [TILE_KV, .] | P, dS [TILE_Q, TILE_KV] | lse, delta [TILE_Q]; acc, swizzled
-// Registers    per thread at 64 x 64, HEAD_DIM 64, 4 warps: dK 32, dV 32, S 32, dP 32; a block reads 12 numbers of
-//              shared memory for 32 multiply-adds
-// Bytes        per block: K, V, dK, dV once; Q, dO, lse, delta per query tile and head; dQ_sum read and written there
+//              GQA: the block walks all query heads of its key head, so dK and dV need no copies.
+//              head_dim above HEAD_DIM: the tiles hold one chunk of d at a time; a block owns one chunk of
+//              dK, dV and dQ, and makes S and dP over all chunks, its own last: it stays for the products.
+//              deterministic: no dQ here; bwd_02_tiled__dq owns query tiles and walks the keys, which costs
+//              two products more.
+// Grid         x: chunk + n_chunks * (key head + heads_k * slot), slot: positions.cuh
+//              __dq: chunk + n_chunks * (query head + heads * slot)
+// Shared       Q, dO [TILE_Q, .] | K, V [TILE_KV, .] | lse, delta [TILE_Q] | P, dS [TILE_Q, TILE_KV]
+//              all in acc, matrices swizzled
+// Registers    per thread at 32 x 64, HEAD_DIM 64, 4 warps: dK 32, dV 32, S 16, dP 16; three blocks an SM
+// Bytes        per block: K, V, dK, dV once; Q, dO, lse, delta and dQ_sum (an addition) per query tile
 // Barriers     3 a tile: "operands are free", "operands are there", "P and dS are there"
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
@@ -27,29 +31,33 @@
 #include "lib/warp.cuh"
 
 constexpr int SLOT_DALIBI = 0;   // workspace: acc [slots of key tiles, heads], one part of dalibi_slopes each
-constexpr int SLOT_DBIAS = 1;    // workspace: acc [batch, heads, len_k], dbias summed over the queries
+constexpr int SLOT_DBIAS = 1;   // workspace: acc [batch, heads, len_k], dbias summed over the queries
 
-using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;      // owns keys, walks queries
+using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;   // owns keys, walks queries
 using WalkKeys = BlockWalk<tile_q, tile_kv, block_q, block_kv>;   // __dq
 constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
 
-using OfScores = Partition<acc, tile_q, tile_kv, n_warps, false>;       // S, dP
-using OfK = Partition<acc, tile_kv, head_dim_tile, n_warps, true>;      // dK
-using OfV = Partition<acc, tile_kv, head_dim_v_tile, n_warps, true>;    // dV
-using OfQ = Partition<acc, tile_q, head_dim_tile, n_warps, false>;      // dQ
+using OfScores = Partition<acc, tile_q, tile_kv, n_warps, false>;   // S, dP
+using OfK = Partition<acc, tile_kv, head_dim_tile, n_warps, true>;   // dK
+using OfV = Partition<acc, tile_kv, head_dim_v_tile, n_warps, true>;   // dV
+using OfQ = Partition<acc, tile_q, head_dim_tile, n_warps, false>;   // dQ
 
 template <class Blocks> struct SmemOf : KeptBlocks<Blocks, asks_blocks> {
   TileOperands<tile_q, tile_kv, head_dim_tile, head_dim_v_tile> tile;
-  Swizzled<acc, tile_q, tile_kv> P;     // dropped and scaled, as dV needs it
+  Swizzled<acc, tile_q, tile_kv> P;   // dropped and scaled, as dV needs it
   Swizzled<acc, tile_q, tile_kv> dS;
 };
 using Smem = SmemOf<Walk>;
 using SmemDq = SmemOf<WalkKeys>;
-constexpr int larger_bytes = sizeof(Smem) > sizeof(SmemDq) ? sizeof(Smem) : sizeof(SmemDq);   // the host has one number for both
-static_assert(smem_bytes < 0 || larger_bytes == smem_bytes, "bwd_02_tiled: Smem and its row in cuflash/rows.py disagree");
+constexpr int larger_bytes = sizeof(Smem) > sizeof(SmemDq)
+                                 ? sizeof(Smem)
+                                 : sizeof(SmemDq);   // the host has one number for both
+static_assert(smem_bytes < 0 || larger_bytes == smem_bytes,
+              "bwd_02_tiled: Smem and its row in cuflash/rows.py disagree");
 static_assert(args_bytes < 0 || sizeof(Args) == args_bytes, "bwd_02_tiled: Args and launch.py disagree");
 
-// The sum of one number per thread, in a fixed order; thread 0 has it.  Uses `scratch`, which nobody else may be using.
+// The sum of one number per thread, in a fixed order; thread 0 has it.  Uses `scratch`, which nobody else may
+// be using.
 DEVICE acc sum_over_block(acc number, Swizzled<acc, tile_q, tile_kv>& scratch, int thread) {
   number = warp_sum(number);
   if (thread % 32 == 0) scratch.cells(0, thread / 32) = number;
@@ -62,18 +70,21 @@ DEVICE acc sum_over_block(acc number, Swizzled<acc, tile_q, tile_kv>& scratch, i
 }
 
 // sums[c] of all threads that hold the same column -> dbias of head h, in a fixed order.  scratch as above.
-DEVICE void store_column_sums(const Args& args, const OfScores& part, const acc (&sums)[OfScores::cols], const KeyTile& own, i64 h,
-                              Swizzled<acc, tile_q, tile_kv>& scratch, int thread) {
+DEVICE void store_column_sums(const Args& args, const OfScores& part, const acc (&sums)[OfScores::cols],
+                              const KeyTile& own, i64 h, Swizzled<acc, tile_q, tile_kv>& scratch,
+                              int thread) {
   constexpr int n_parts = OfScores::lanes_y * OfScores::warps_y;   // threads that share a column
   static_assert(n_parts <= tile_q, "bwd_02_tiled: no room for the column sums");
 #pragma unroll
-  for (int c = 0; c < OfScores::cols; c++) scratch.cells(part.first_row / OfScores::row_group, part.col(c)) = sums[c];
+  for (int c = 0; c < OfScores::cols; c++)
+    scratch.cells(part.first_row / OfScores::row_group, part.col(c)) = sums[c];
   block_sync();   // every part is there
   for (int c = thread; c < tile_kv && own.j0 + c < own.seq.rows_k; c += n_threads) {
     acc total = 0;
     for (int n = 0; n < n_parts; n++) total += scratch.cells(n, c);
     const i64 key = own.seq.k_row0 + own.j0 + c;
-    Global<acc>(args.workspace[SLOT_DBIAS]).store((own.seq.array_b * args.heads + h) * args.len_k + key, total);
+    Global<acc>(args.workspace[SLOT_DBIAS])
+        .store((own.seq.array_b * args.heads + h) * args.len_k + key, total);
   }
   block_sync();   // all sums are read: scratch is free
 }
@@ -97,7 +108,8 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
   clear(dV);
   const i32 j1 = smallest(own.j0 + tile_kv, seq.len_k);
   const Range queries = own.j0 < j1 ? visible_queries(args, seq, own.j0, j1 - 1) : Range{0, 0};
-  const i64 group = queries.begin < queries.end ? args.heads / args.heads_k : 0;   // keys that nobody sees: dK = dV = 0
+  const i64 group =
+      queries.begin < queries.end ? args.heads / args.heads_k : 0;   // keys that nobody sees: dK = dV = 0
   bool new_keys = true;
 
 #pragma unroll 1
@@ -117,15 +129,18 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
       acc S[OfScores::rows][OfScores::cols], dP[OfScores::rows][OfScores::cols];
       clear(S);
       clear(dP);
-      score_products<n_threads>(args, smem.tile, of_scores, S, dP, seq, h, own.h, i0, own.j0, own_chunk, true, new_keys, thread);
+      score_products<n_threads>(args, smem.tile, of_scores, S, dP, seq, h, own.h, i0, own.j0, own_chunk, true,
+                                new_keys, thread);
       new_keys = false;
 
-      const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile_q, own.j0, own.j0 + tile_kv);
+      const bool full =
+          !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile_q, own.j0, own.j0 + tile_kv);
       const auto is_kept = [&](i32 i, i32 j) { return smem.keeps(walk, j, i0, i); };
       const auto visit = [&](int r, int c, i32 i, i32 j, acc d_score) {
         if constexpr (dbias_case == 1)
           if (own_chunk == 0)
-            Global<bias_elem>(args.dbias.data).store(rules.dbias0 + i * args.dbias.row + j * args.dbias.col, convert<bias_elem>(d_score));
+            Global<bias_elem>(args.dbias.data)
+                .store(rules.dbias0 + i * args.dbias.row + j * args.dbias.col, convert<bias_elem>(d_score));
         if constexpr (dbias_case == 2) column_sums[c] += d_score;
         if constexpr (wants_dalibi) slope_sum -= d_score * alibi_distance(rules.scoring, i, j);
       };
@@ -141,14 +156,16 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
         clear(dQ);
         multiply(of_q, dQ, smem.dS, smem.tile.K);
         add_block(of_q, dQ, args.dQ_sum.data,
-                  tile_source(args.dQ_sum, seq.array_b, seq.q_row0, opaque(static_cast<int>(h)), i0, seq.len_q, own_chunk * head_dim_tile, args.head_dim));
+                  tile_source(args.dQ_sum, seq.array_b, seq.q_row0, opaque(static_cast<int>(h)), i0,
+                              seq.len_q, own_chunk * head_dim_tile, args.head_dim));
       }
     }
 
     if constexpr (wants_dalibi) {
       block_sync();   // all products with P are done: it may hold the sums
       const acc total = sum_over_block(slope_sum, smem.P, thread);
-      if (thread == 0 && own_chunk == 0) Global<acc>(args.workspace[SLOT_DALIBI]).store(x / args.heads_k * args.heads + h, total);
+      if (thread == 0 && own_chunk == 0)
+        Global<acc>(args.workspace[SLOT_DALIBI]).store(x / args.heads_k * args.heads + h, total);
     }
     if constexpr (dbias_case == 2) {
       block_sync();   // all products with P are done: it may hold the sums
@@ -158,15 +175,18 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
 
   if (args.dK.data != nullptr)
     store_block<out_elem>(of_k, dK, static_cast<acc>(args.scale), args.dK.data,
-                          tile_source(args.dK, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_tile, args.head_dim),
+                          tile_source(args.dK, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k,
+                                      own_chunk * head_dim_tile, args.head_dim),
                           seq.len_k - own.j0);
   if (args.dV.data != nullptr)
     store_block<out_elem>(of_v, dV, acc(1), args.dV.data,
-                          tile_source(args.dV, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k, own_chunk * head_dim_v_tile, args.head_dim_v),
+                          tile_source(args.dV, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k,
+                                      own_chunk * head_dim_v_tile, args.head_dim_v),
                           seq.len_k - own.j0);
 }
 
-// dQ of TILE_Q queries of one (sequence, query head), by itself: no sum depends on the order in which blocks run.
+// dQ of TILE_Q queries of one (sequence, query head), by itself: no sum depends on the order in which blocks
+// run.
 KERNEL(n_threads, 1) bwd_02_tiled__dq(const __grid_constant__ Args args) {
   if constexpr (deterministic) {
     SHARED_MEMORY(SmemDq, smem);
@@ -196,19 +216,22 @@ KERNEL(n_threads, 1) bwd_02_tiled__dq(const __grid_constant__ Args args) {
         acc S[OfScores::rows][OfScores::cols], dP[OfScores::rows][OfScores::cols];
         clear(S);
         clear(dP);
-        score_products<n_threads>(args, smem.tile, of_scores, S, dP, seq, own.h, own.h_k, i0, j0, own_chunk, new_queries, true, thread);
+        score_products<n_threads>(args, smem.tile, of_scores, S, dP, seq, own.h, own.h_k, i0, j0, own_chunk,
+                                  new_queries, true, thread);
         new_queries = false;
 
         const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile_q, j0, j0 + tile_kv);
-        tile_gradient(args, smem.tile, of_scores, S, dP, seq, rules, i0, j0, full,
-                      [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); }, [](int, int, i32, i32, acc) {});
+        tile_gradient(
+            args, smem.tile, of_scores, S, dP, seq, rules, i0, j0, full,
+            [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); }, [](int, int, i32, i32, acc) {});
         store_shared(of_scores, dP, smem.dS);
         block_sync();   // dS is there
         multiply(of_q, dQ, smem.dS, smem.tile.K);
       }
     }
     store_block<out_elem>(of_q, dQ, static_cast<acc>(args.scale), args.dQ.data,
-                          tile_source(args.dQ, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, own_chunk * head_dim_tile, args.head_dim),
+                          tile_source(args.dQ, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q,
+                                      own_chunk * head_dim_tile, args.head_dim),
                           seq.len_q - i0);
   }
 }

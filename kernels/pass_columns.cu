@@ -1,10 +1,10 @@
-// pass_columns.cu - how much attention each key receives: sum over the queries of P, without P in memory.   any GPU
+// pass_columns.cu - how much attention each key receives: P summed over the queries, never stored.   any GPU
 //
 // Read after   bwd_02_tiled.cu
-// Algorithm    = introspect.key_importance.   P = e^(score - lse), masks and sink as in the forward, no dropout
-//              result -> workspace[0]: acc [batch, heads, len_k] (packed: [heads, tokens]); a key nobody sees gets 0
+// Algorithm    = introspect.key_importance.   P = e^(score - lse), masks and sink as in forward, no dropout
+//              result -> workspace[0]: acc [batch, heads, len_k] (packed: [heads, tokens]); unseen keys get 0
 // Grid         x: query head + heads * slot of key tiles (positions.cuh)
-// Shared       Q [tile, chunk of d] | K [tile, chunk of d] | lse [tile] | sums [threads that share a column, tile]
+// Shared       Q, K [tile, chunk of d] | lse [tile] | sums [threads that share a column, tile]
 // Barriers     2 a chunk: "operands are free", "operands are there";  at the end "the sums are there"
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
@@ -26,7 +26,8 @@ struct Smem : KeptBlocks<Walk, asks_blocks> {
   Shared<acc, 1, tile> lse;   // +inf for a row that attends to nothing: P = 0
   Shared<acc, n_parts, tile> sums;
 };
-static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "pass_columns: Smem and cuflash/rows.py disagree");
+static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes,
+              "pass_columns: Smem and cuflash/rows.py disagree");
 
 KERNEL(n_threads, 1) pass_columns(const __grid_constant__ Args args) {
   SHARED_MEMORY(Smem, smem);
@@ -54,15 +55,20 @@ KERNEL(n_threads, 1) pass_columns(const __grid_constant__ Args args) {
     for (i32 d0 = 0; d0 < args.head_dim; d0 += chunk_d) {
       block_sync();   // everyone is done with the operands, statistics and kept blocks of before
       load_swizzled<elem, tile, chunk_d, n_threads>(
-          smem.Q, args.Q.data, tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, seq.len_q, d0, args.head_dim), thread);
+          smem.Q, args.Q.data,
+          tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, seq.len_q, d0, args.head_dim), thread);
       load_swizzled<elem, tile, chunk_d, n_threads>(
-          smem.K, args.K.data, tile_source(args.K, seq.array_b, seq.k_row0, own.h / (args.heads / args.heads_k), own.j0, seq.len_k, d0, args.head_dim), thread);
+          smem.K, args.K.data,
+          tile_source(args.K, seq.array_b, seq.k_row0, own.h / (args.heads / args.heads_k), own.j0, seq.len_k,
+                      d0, args.head_dim),
+          thread);
       if (d0 == 0) {
         if (thread < 32) smem.fill_blocks(walk, i0, lane);
         for (int r = thread; r < tile; r += n_threads) {
           const i64 row = seq.q_row0 + i0 + r;
           acc lse = NEG_INF;
-          if (i0 + r < seq.len_q) lse = Global<acc>(args.lse.data).load(seq.array_b * args.lse.batch + own.h * args.lse.head + row * args.lse.row);
+          if (i0 + r < seq.len_q)
+            lse = Global<acc>(args.lse.data).load(index_of(args.lse, seq.array_b, own.h, row));
           smem.lse(0, r) = lse == NEG_INF ? -NEG_INF : lse;
         }
       }
@@ -84,11 +90,13 @@ KERNEL(n_threads, 1) pass_columns(const __grid_constant__ Args args) {
   }
 
 #pragma unroll
-  for (int c = 0; c < OfScores::cols; c++) smem.sums(part.first_row / OfScores::row_group, part.col(c)) = sums[c];
+  for (int c = 0; c < OfScores::cols; c++)
+    smem.sums(part.first_row / OfScores::row_group, part.col(c)) = sums[c];
   block_sync();   // every thread's sums are there
   for (int c = thread; c < tile && own.j0 + c < seq.rows_k; c += n_threads) {
     acc total = 0;
     for (int n = 0; n < n_parts; n++) total += smem.sums(n, c);
-    Global<acc>(args.workspace[0]).store((seq.array_b * args.heads + own.h) * args.len_k + seq.k_row0 + own.j0 + c, total);
+    Global<acc>(args.workspace[0])
+        .store((seq.array_b * args.heads + own.h) * args.len_k + seq.k_row0 + own.j0 + c, total);
   }
 }

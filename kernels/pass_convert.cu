@@ -1,15 +1,14 @@
 // pass_convert.cu - an array in another dtype, with other strides, times a number.   any GPU
 //
-// pass_convert         dbias = bias * scale: any four axes (batch, heads, len_q, len_k) of those two fields, any strides on
-//                      both sides, dtypes DTYPE -> OUT_DTYPE: copies of operands that a kernel cannot address
+// pass_convert         dbias = bias * scale: any four axes (batch, heads, len_q, len_k) of those two fields,
+//                      any strides on both sides, dtypes DTYPE -> OUT_DTYPE: copies of operands that a kernel
+//                      cannot address
 // pass_convert__dq     dQ = dQ_sum * scale: the sums of a backward kernel, in acc, to the dtype asked for
 // pass_convert__dk, __dv   the same for dK_sum (times scale) and dV_sum, where a kernel leaves such sums
 // Grid         x: one warp per row of the last axis
 // Bytes        source and target once
 #include "lib/params.cuh"
-#include "lib/args.cuh"
-#include "lib/memory.cuh"
-#include "lib/types.cuh"
+#include "lib/positions.cuh"
 
 DEVICE i64 warp_number() { return static_cast<i64>(blockIdx.x) * n_warps + threadIdx.x / 32; }
 
@@ -24,27 +23,35 @@ KERNEL(n_threads, 1) pass_convert(const __grid_constant__ Args args) {
   for (i64 col = threadIdx.x % 32; col < args.len_k; col += 32) {
     const elem number = source.load(from + col * args.bias.col);
     // A plain copy keeps every bit.
-    if (is_same<elem, out_elem> && args.scale == 1) target.store(to + col * args.dbias.col, convert<out_elem>(number));
-    else target.store(to + col * args.dbias.col, convert<out_elem>(convert<acc>(number) * static_cast<acc>(args.scale)));
+    if (is_same<elem, out_elem> && args.scale == 1)
+      target.store(to + col * args.dbias.col, convert<out_elem>(number));
+    else
+      target.store(to + col * args.dbias.col,
+                   convert<out_elem>(convert<acc>(number) * static_cast<acc>(args.scale)));
   }
 }
 
 // target[b, row, h, :dim] = source * scale
-DEVICE void convert_rows(const Tensor& source, const Tensor& target, i64 batch, i64 len, i64 heads, i64 dim, acc scale) {
+DEVICE void convert_rows(const Tensor& source, const Tensor& target, i64 batch, i64 len, i64 heads, i64 dim,
+                         acc scale) {
   const i64 at = warp_number();
   if (at >= batch * len * heads) return;
   const i64 h = at % heads, row = at / heads % len, b = at / heads / len;
-  const i64 from = b * source.batch + row * source.row + h * source.head, to = b * target.batch + row * target.row + h * target.head;
+  const i64 from = index_of(source, b, h, row), to = index_of(target, b, h, row);
   for (i64 d = threadIdx.x % 32; d < dim; d += 32)
-    Global<out_elem>(target.data).store(to + d, convert<out_elem>(Global<acc>(source.data).load(from + d) * scale));
+    Global<out_elem>(target.data)
+        .store(to + d, convert<out_elem>(Global<acc>(source.data).load(from + d) * scale));
 }
 
 KERNEL(n_threads, 1) pass_convert__dq(const __grid_constant__ Args args) {
-  convert_rows(args.dQ_sum, args.dQ, is_packed ? 1 : args.batch, args.len_q, args.heads, args.head_dim, static_cast<acc>(args.scale));
+  convert_rows(args.dQ_sum, args.dQ, is_packed ? 1 : args.batch, args.len_q, args.heads, args.head_dim,
+               static_cast<acc>(args.scale));
 }
 KERNEL(n_threads, 1) pass_convert__dk(const __grid_constant__ Args args) {
-  convert_rows(args.dK_sum, args.dK, is_packed ? 1 : args.batch, args.len_k, args.heads_k, args.head_dim, static_cast<acc>(args.scale));
+  convert_rows(args.dK_sum, args.dK, is_packed ? 1 : args.batch, args.len_k, args.heads_k, args.head_dim,
+               static_cast<acc>(args.scale));
 }
 KERNEL(n_threads, 1) pass_convert__dv(const __grid_constant__ Args args) {
-  convert_rows(args.dV_sum, args.dV, is_packed ? 1 : args.batch, args.len_k, args.heads_k, args.head_dim_v, acc(1));
+  convert_rows(args.dV_sum, args.dV, is_packed ? 1 : args.batch, args.len_k, args.heads_k, args.head_dim_v,
+               acc(1));
 }

@@ -1,8 +1,9 @@
 // pass_dalibi.cu - the gradient of the ALiBi slopes from the parts that the key tiles left.   any GPU
 //
 // Read after   bwd_02_tiled.cu
-// Algorithm    dalibi[b, h] = sum of workspace[0][slot, h] over the slots of sequence b (slopes (heads,): over all slots), in
-//              slot order.  A slot is one key tile of one sequence (positions.cuh); slots without a tile hold zero.
+// Algorithm    dalibi[b, h] = sum of workspace[0][slot, h] over the slots of sequence b, in slot order
+//              (slopes (heads,): over all slots).  A slot is one key tile of one sequence (positions.cuh);
+//              slots without a tile hold zero.
 // Grid         x: h + heads * b;   (heads,) slopes: h
 // Barriers     lib/reduce.cuh
 #include "lib/params.cuh"
@@ -29,7 +30,10 @@ KERNEL(n_threads, 1) pass_dalibi(const __grid_constant__ Args args) {
     }
   }
   double mine = 0;
-  for (i64 slot = first + threadIdx.x * step; slot < end; slot += n_threads * step) mine += parts.load(slot * args.heads + h);
+  for (i64 slot = first + threadIdx.x * step; slot < end; slot += n_threads * step)
+    mine += parts.load(slot * args.heads + h);
   const double total = smem.sum(mine, threadIdx.x);
-  if (threadIdx.x == 0) Global<acc>(args.dalibi.data).store(b * args.dalibi.batch + h * args.dalibi.head, static_cast<acc>(total));
+  if (threadIdx.x == 0)
+    Global<acc>(args.dalibi.data)
+        .store(b * args.dalibi.batch + h * args.dalibi.head, static_cast<acc>(total));
 }

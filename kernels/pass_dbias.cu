@@ -1,26 +1,27 @@
-// pass_dbias.cu - the gradient of a bias that several scores share: summed over its broadcast axes, always in the same order.   any GPU
+// pass_dbias.cu - the gradient of bias, summed over broadcast axes, always in one order.   any GPU
 //
 // Read after   bwd_02_tiled.cu
-// Which of them runs (dbias_case, set by rows.py from the bias' shape):
-//   1  every score has its own entry      the backward kernel stores it;  pass_dbias__zero first: it never visits hidden tiles
-//   2  queries share an entry             the backward kernel leaves sums per (head, key);  pass_dbias__keys adds them up
-//   3  keys share an entry                pass_dbias__row_sums walks the keys of each row, then pass_dbias__rows adds up.
-//                                         (On paper the sum over a row's keys is dlse + delta * P_sink.  With O rounded to
-//                                         the dtype of out it is not: what rounding adds to delta is part of the answer.)
-//   4  heads or sequences share an entry  pass_dbias owns a tile of entries and makes P and dP again for each head and
-//                                         sequence: two products of five, and no memory beyond the result
-// Grid         x: a warp per row (zero); a thread per entry (keys); a block per query tile and head (row_sums); a thread or,
-//              where queries share an entry too, a block per entry (rows); a block per tile of entries (4)
-// Shared       case 4: Q, dO, K, V [tile, chunk of d], lse, delta [tile]
-// Barriers     case 4: those of score_products, and "nobody reads the kept blocks any more"
+// Which of them runs: dbias_case, which row.py finds from the bias' shape
+//   1  every score has its own entry      the backward kernel stores it, but never visits hidden tiles:
+//                                         pass_dbias__zero comes first
+//   2  queries share an entry             the backward kernel leaves sums per (head, key): pass_dbias__keys
+//   3  keys share an entry                pass_dbias__row_sums walks the keys of each row; pass_dbias__rows
+//                                         (on paper a row's sum is dlse + delta * P_sink; with O rounded to
+//                                         the dtype of out it is not, and the difference counts)
+//   4  heads or sequences share an entry  pass_dbias owns a tile of entries and makes P and dP again for each
+//                                         head and sequence: two products of five, no memory but the result
+// Grid         x: a warp per row (zero); a thread per entry (keys); a block per query tile and head
+//              (row_sums); a thread per entry, a block if queries share it too (rows); a block per tile (4)
+// Shared       Q, dO, K, V [tile, chunk of d] | lse, delta [tile]
+// Barriers     those of score_products, and "nobody reads the kept blocks any more"
 #include "lib/params.cuh"
 #include "lib/blocks.cuh"
 #include "lib/gradient.cuh"
 #include "lib/reduce.cuh"
 
-constexpr int SLOT_DBIAS = 1;                                // workspace: acc [batch, heads, len_k], case 3: [batch, heads, len_q]
-constexpr int tile = is_same<acc, double> ? 32 : 64;         // entries along both axes
-constexpr int chunk_d = 32;                                  // head_dim and head_dim_v are walked in these
+constexpr int SLOT_DBIAS = 1;   // workspace: acc [batch, heads, len_k], case 3: [batch, heads, len_q]
+constexpr int tile = is_same<acc, double> ? 32 : 64;   // entries along both axes
+constexpr int chunk_d = 32;   // head_dim and head_dim_v are walked in these
 using Walk = BlockWalk<tile, tile, block_q, block_kv>;
 constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
 using OfScores = Partition<acc, tile, tile, n_warps, false>;
@@ -39,7 +40,8 @@ KERNEL(n_threads, 1) pass_dbias__zero(const __grid_constant__ Args args) {
   const i64 rows = entries(args.dbias.row, args.dbias.rows), cols = entries(args.dbias.col, args.dbias.cols);
   const i64 at = static_cast<i64>(blockIdx.x) * n_warps + threadIdx.x / 32;
   if (at >= args.batch * args.heads * rows) return;
-  const i64 first = at / rows / args.heads * args.dbias.batch + at / rows % args.heads * args.dbias.head + at % rows * args.dbias.row;
+  const i64 first = at / rows / args.heads * args.dbias.batch + at / rows % args.heads * args.dbias.head +
+                    at % rows * args.dbias.row;
   for (i64 col = threadIdx.x % 32; col < cols; col += 32)
     Global<bias_elem>(args.dbias.data).store(first + col * args.dbias.col, convert<bias_elem>(0.f));
 }
@@ -58,7 +60,9 @@ KERNEL(n_threads, 1) pass_dbias__keys(const __grid_constant__ Args args) {
     for (i64 h = sums_heads ? 0 : h_entry; h < (sums_heads ? args.heads : h_entry + 1); h++)
       sum += parts.load((seq.array_b * args.heads + h) * args.len_k + seq.k_row0 + j);
   }
-  Global<bias_elem>(args.dbias.data).store(b_entry * args.dbias.batch + h_entry * args.dbias.head + j * args.dbias.col, convert<bias_elem>(sum));
+  Global<bias_elem>(args.dbias.data)
+      .store(b_entry * args.dbias.batch + h_entry * args.dbias.head + j * args.dbias.col,
+             convert<bias_elem>(sum));
 }
 
 // Case 3: the sums over the keys of each row of one query tile of one (sequence, query head).
@@ -91,12 +95,14 @@ KERNEL(n_threads, 1) pass_dbias__row_sums(const __grid_constant__ Args args) {
         acc S[OfScores::rows][OfScores::cols], dP[OfScores::rows][OfScores::cols];
         clear(S);
         clear(dP);
-        score_products<n_threads>(args, smem.operands, part, S, dP, seq, own.h, own.h_k, i0, j0, 0, new_queries, true, thread);
+        score_products<n_threads>(args, smem.operands, part, S, dP, seq, own.h, own.h_k, i0, j0, 0,
+                                  new_queries, true, thread);
         new_queries = false;
         const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile, j0, j0 + tile);
-        tile_gradient(args, smem.operands, part, S, dP, seq, rules, i0, j0, full,
-                      [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); },
-                      [&](int r, int, i32, i32, acc d_score) { sums[r] += d_score; });
+        tile_gradient(
+            args, smem.operands, part, S, dP, seq, rules, i0, j0, full,
+            [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); },
+            [&](int r, int, i32, i32, acc d_score) { sums[r] += d_score; });
       }
     }
     block_sync();   // all products are done: Q may hold the sums
@@ -107,14 +113,16 @@ KERNEL(n_threads, 1) pass_dbias__row_sums(const __grid_constant__ Args args) {
     for (int r = thread; r < tile && i0 + r < seq.rows_q; r += n_threads) {
       acc total = 0;
       for (int n = 0; n < n_parts; n++) total += parts.cells(r, n);
-      Global<acc>(args.workspace[SLOT_DBIAS]).store((seq.array_b * args.heads + own.h) * args.len_q + seq.q_row0 + i0 + r, total);
+      Global<acc>(args.workspace[SLOT_DBIAS])
+          .store((seq.array_b * args.heads + own.h) * args.len_q + seq.q_row0 + i0 + r, total);
     }
   }
 }
 
 KERNEL(n_threads, 1) pass_dbias__rows(const __grid_constant__ Args args) {
   SHARED_MEMORY(SmemRows, smem);
-  const bool sums_rows = args.dbias.row == 0, sums_batch = args.dbias.batch == 0, sums_heads = args.dbias.head == 0;
+  const bool sums_rows = args.dbias.row == 0, sums_batch = args.dbias.batch == 0,
+             sums_heads = args.dbias.head == 0;
   const i64 rows = entries(args.dbias.row, args.dbias.rows), n_heads = entries(args.dbias.head, args.heads);
   const i64 at = sums_rows ? blockIdx.x : static_cast<i64>(blockIdx.x) * n_threads + threadIdx.x;
   const bool is_entry = at < rows * n_heads * entries(args.dbias.batch, args.batch);
@@ -126,25 +134,32 @@ KERNEL(n_threads, 1) pass_dbias__rows(const __grid_constant__ Args args) {
     const i64 end = seq.len_q;
     for (i64 h = sums_heads ? 0 : h_entry; h < (sums_heads ? args.heads : h_entry + 1); h++) {
       if (sums_rows)
-        for (i64 i = threadIdx.x; i < end; i += n_threads) mine += sums.load((seq.array_b * args.heads + h) * args.len_q + seq.q_row0 + i);
+        for (i64 i = threadIdx.x; i < end; i += n_threads)
+          mine += sums.load((seq.array_b * args.heads + h) * args.len_q + seq.q_row0 + i);
       else if (i_entry < end)
         mine += sums.load((seq.array_b * args.heads + h) * args.len_q + seq.q_row0 + i_entry);
     }
   }
-  const double total = sums_rows ? smem.sum(mine, threadIdx.x) : mine;   // sums_rows is the same for the whole block
+  const double total =
+      sums_rows ? smem.sum(mine, threadIdx.x) : mine;   // sums_rows is the same for the whole block
   if (is_entry && (!sums_rows || threadIdx.x == 0))
-    Global<bias_elem>(args.dbias.data).store(b_entry * args.dbias.batch + h_entry * args.dbias.head + i_entry * args.dbias.row,
-                                             convert<bias_elem>(static_cast<acc>(total)));
+    Global<bias_elem>(args.dbias.data)
+        .store(b_entry * args.dbias.batch + h_entry * args.dbias.head + i_entry * args.dbias.row,
+               convert<bias_elem>(static_cast<acc>(total)));
 }
 
 KERNEL(n_threads, 1) pass_dbias(const __grid_constant__ Args args) {
   SHARED_MEMORY(Smem, smem);
-  static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "pass_dbias: Smem and cuflash/rows.py disagree");
+  static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes,
+                "pass_dbias: Smem and cuflash/rows.py disagree");
   if constexpr (dbias_case == 4) {
     const int thread = threadIdx.x, lane = thread % 32;
-    const i64 rows = entries(args.dbias.row, args.dbias.rows), cols = entries(args.dbias.col, args.dbias.cols), n_heads = entries(args.dbias.head, args.heads);
-    const i64 col_tiles = ceil_div(cols, tile), row_tiles = ceil_div(rows, tile), entry = blockIdx.x / col_tiles / row_tiles;
-    const i32 j0 = static_cast<i32>(blockIdx.x % col_tiles) * tile, i0 = static_cast<i32>(blockIdx.x / col_tiles % row_tiles) * tile;
+    const i64 rows = entries(args.dbias.row, args.dbias.rows),
+              cols = entries(args.dbias.col, args.dbias.cols), n_heads = entries(args.dbias.head, args.heads);
+    const i64 col_tiles = ceil_div(cols, tile), row_tiles = ceil_div(rows, tile),
+              entry = blockIdx.x / col_tiles / row_tiles;
+    const i32 j0 = static_cast<i32>(blockIdx.x % col_tiles) * tile,
+              i0 = static_cast<i32>(blockIdx.x / col_tiles % row_tiles) * tile;
     const i64 b_entry = entry / n_heads, h_entry = entry % n_heads, group = args.heads / args.heads_k;
     const bool sums_batch = args.dbias.batch == 0, sums_heads = args.dbias.head == 0;
     const OfScores part(thread);
@@ -169,11 +184,13 @@ KERNEL(n_threads, 1) pass_dbias(const __grid_constant__ Args args) {
         acc S[OfScores::rows][OfScores::cols], dP[OfScores::rows][OfScores::cols];
         clear(S);
         clear(dP);
-        score_products<n_threads>(args, smem.operands, part, S, dP, seq, h, h / group, i0, j0, 0, true, true, thread);
+        score_products<n_threads>(args, smem.operands, part, S, dP, seq, h, h / group, i0, j0, 0, true, true,
+                                  thread);
         const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile, j0, j0 + tile);
-        tile_gradient(args, smem.operands, part, S, dP, seq, rules, i0, j0, full,
-                      [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); },
-                      [&](int r, int c, i32, i32, acc d_score) { sums[r][c] += d_score; });
+        tile_gradient(
+            args, smem.operands, part, S, dP, seq, rules, i0, j0, full,
+            [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j); },
+            [&](int r, int c, i32, i32, acc d_score) { sums[r][c] += d_score; });
       }
     }
 
@@ -184,7 +201,9 @@ KERNEL(n_threads, 1) pass_dbias(const __grid_constant__ Args args) {
       for (int c = 0; c < OfScores::cols; c++) {
         const i64 i = i0 + part.row(r), j = j0 + part.col(c);
         if (i < rows && j < cols)
-          dbias.store(b_entry * args.dbias.batch + h_entry * args.dbias.head + i * args.dbias.row + j * args.dbias.col, convert<bias_elem>(sums[r][c]));
+          dbias.store(b_entry * args.dbias.batch + h_entry * args.dbias.head + i * args.dbias.row +
+                          j * args.dbias.col,
+                      convert<bias_elem>(sums[r][c]));
       }
   }
 }

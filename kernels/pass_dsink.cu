@@ -1,8 +1,9 @@
-// pass_dsink.cu - the gradient of the sink: a logit that takes part in every row's sum and owns no value.   any GPU
+// pass_dsink.cu - the gradient of the sink: a logit in every row's sum that owns no value.   any GPU
 //
 // Read after   pass_delta.cu
 // Algorithm    dsink[h] = -sum over b, i of P_sink * delta,   P_sink = e^(sink - lse)
-//              A row that attends to nothing else has P_sink = 1 and delta = -dlse; with a sink of -inf its lse is -inf: P_sink 0.
+//              A row that attends to nothing else has P_sink = 1 and delta = -dlse; with a sink of -inf its
+//              lse is -inf and P_sink 0.
 // Grid         x: head
 // Barriers     lib/reduce.cuh
 #include "lib/params.cuh"
@@ -22,8 +23,8 @@ KERNEL(n_threads, 1) pass_dsink(const __grid_constant__ Args args) {
   for (i64 at = threadIdx.x; at < n_arrays * args.len_q; at += n_threads) {
     const i64 b = at / args.len_q, row = at % args.len_q;
     if (row >= existing_rows(args, b)) continue;
-    const acc lse = Global<acc>(args.lse.data).load(b * args.lse.batch + h * args.lse.head + row * args.lse.row);
-    const acc delta = Global<acc>(args.delta.data).load(b * args.delta.batch + h * args.delta.head + row * args.delta.row);
+    const acc lse = Global<acc>(args.lse.data).load(index_of(args.lse, b, h, row));
+    const acc delta = Global<acc>(args.delta.data).load(index_of(args.delta, b, h, row));
     const acc P_sink = lse == NEG_INF ? acc(0) : exp_near(sink - lse);
     mine -= static_cast<double>(P_sink * delta);
   }

@@ -1,17 +1,17 @@
 // pass_merge.cu - attention over disjoint sets of keys, put together: exact, not an average.   any GPU
 //
-// Algorithm    = merge.merge.   lse = log sum_s e^(lse_s),   O = sum_s e^(lse_s - lse) O_s;   nothing anywhere: O 0, lse -inf
-// Parts        workspace[0]: acc [n_splits, batch, len_q, heads, head_dim_v], workspace[1]: acc [n_splits, batch, heads, len_q]
-//              (packed: batch 1), n_splits from args
+// Algorithm    = merge.merge.   lse = log sum_s e^(lse_s),   O = sum_s e^(lse_s - lse) O_s
+//              nothing in any part: O 0, lse -inf
+// Parts        workspace[0]: acc [n_splits, batch, len_q, heads, head_dim_v]
+//              workspace[1]: acc [n_splits, batch, heads, len_q]          (packed: batch 1)
 // Grid         x: one warp per query row
 // Bytes        parts once, O and lse once
 #include "lib/params.cuh"
-#include "lib/args.cuh"
-#include "lib/memory.cuh"
-#include "lib/types.cuh"
+#include "lib/positions.cuh"
 
 KERNEL(n_threads, 1) pass_merge(const __grid_constant__ Args args) {
-  const i64 at = static_cast<i64>(blockIdx.x) * n_warps + threadIdx.x / 32, n_arrays = is_packed ? 1 : args.batch;
+  const i64 at = static_cast<i64>(blockIdx.x) * n_warps + threadIdx.x / 32,
+            n_arrays = is_packed ? 1 : args.batch;
   if (at >= n_arrays * args.len_q * args.heads) return;
   const i64 h = at % args.heads, row = at / args.heads % args.len_q, b = at / args.heads / args.len_q;
   const int lane = threadIdx.x % 32;
@@ -20,21 +20,25 @@ KERNEL(n_threads, 1) pass_merge(const __grid_constant__ Args args) {
 
   acc m = NEG_INF;
   for (i64 s = 0; s < args.n_splits; s++) m = largest(m, lse_parts.load(of_lse + s * lse_step));
-  const bool is_empty = m == NEG_INF;   // a NaN among the parts is lost here and comes back through its weight
+  const bool is_empty =
+      m == NEG_INF;   // a NaN among the parts is lost here and comes back through its weight
   const acc reference = is_empty ? acc(0) : m;
   acc sum = 0;
-  for (i64 s = 0; s < args.n_splits; s++) sum += exp2_approx((lse_parts.load(of_lse + s * lse_step) - reference) * LOG2E);
+  for (i64 s = 0; s < args.n_splits; s++)
+    sum += exp2_approx((lse_parts.load(of_lse + s * lse_step) - reference) * LOG2E);
 
   const i64 O_step = n_arrays * args.len_q * args.heads * args.head_dim_v;
-  const i64 to = b * args.O.batch + row * args.O.row + h * args.O.head;
+  const i64 to = index_of(args.O, b, h, row);
   for (i64 d = lane; d < args.head_dim_v; d += 32) {
     acc O = 0;
     for (i64 s = 0; s < args.n_splits; s++) {
       const acc weight = exp2_approx((lse_parts.load(of_lse + s * lse_step) - reference) * LOG2E);
-      if (weight != 0) O += weight * O_parts.load(at * args.head_dim_v + d + s * O_step);   // a part that saw nothing is not read
+      if (weight != 0)
+        O += weight *
+             O_parts.load(at * args.head_dim_v + d + s * O_step);   // a part that saw nothing is not read
     }
     Global<out_elem>(args.O.data).store(to + d, convert<out_elem>(sum == 0 ? acc(0) : O / sum));
   }
   const acc lse = sum == 0 ? NEG_INF : reference + log2_approx(sum) * LN2;
-  if (lane == 0) Global<acc>(args.lse.data).store(b * args.lse.batch + h * args.lse.head + row * args.lse.row, lse);
+  if (lane == 0) Global<acc>(args.lse.data).store(index_of(args.lse, b, h, row), lse);
 }

@@ -1,13 +1,14 @@
-// products.cuh - products of two tiles in shared memory without tensor cores: every thread keeps a block of the result.
+// products.cuh - products of two tiles in shared memory without tensor cores.
 //
-// Why these layouts.  A thread with a rows x cols block of the result reads rows + cols numbers for rows * cols
-// multiply-adds, and reads them 16 bytes at a time.  Both operands come from a Swizzled tile, in which 8 lanes that
-// read the same column of 8 neighbouring row groups, or 8 neighbouring chunks of one row, meet 8 different bank groups.
+// Why these layouts.  A thread that keeps a rows x cols block of the result reads rows + cols numbers for
+// rows * cols multiply-adds, 16 bytes at a time.  Both operands come from a Swizzled tile, in which 8 lanes
+// that read the same column of 8 neighbouring row groups, or 8 neighbouring chunks of one row, meet 8
+// different groups of banks.
 #pragma once
 #include "swizzled.cuh"
 
-// Who holds what of a [n_rows, n_cols] result: warps_y x warps_x warps of lanes_y x lanes_x lanes.  A thread's rows come
-// in groups of row_group, its columns in groups of one chunk, both strided over the tile.
+// Who holds what of a [n_rows, n_cols] result: warps_y x warps_x warps of lanes_y x lanes_x lanes.  A
+// thread's rows come in groups of row_group, its columns in groups of one chunk, both strided over the tile.
 template <class T, int n_rows, int n_cols, int warps, bool rows_by_chunk> struct Partition {
   static constexpr int width = Vec16<T>::size;
   static constexpr int lanes_x = n_cols / width >= 8 ? 8 : n_cols / width;
@@ -16,7 +17,9 @@ template <class T, int n_rows, int n_cols, int warps, bool rows_by_chunk> struct
     return warps % wy == 0 && n_rows % (lanes_y * wy * (rows_by_chunk ? width : 1)) == 0 &&
            n_cols % (lanes_x * (warps / wy) * width) == 0;
   }
-  DEVICE static constexpr int cost(int wy) { return n_rows / (lanes_y * wy) + n_cols / (lanes_x * (warps / wy)); }
+  DEVICE static constexpr int cost(int wy) {
+    return n_rows / (lanes_y * wy) + n_cols / (lanes_x * (warps / wy));
+  }
   DEVICE static constexpr int best() {   // the squarest block: fewest shared reads per multiply-add
     int found = 0;
     for (int wy = 1; wy <= warps; wy *= 2)
@@ -31,11 +34,11 @@ template <class T, int n_rows, int n_cols, int warps, bool rows_by_chunk> struct
   static constexpr int row_group = rows % width == 0 ? width : rows % 2 == 0 ? 2 : 1;
   static constexpr int col_groups = cols / width;
 
-  int first_row;       // of this thread's first group
-  int first_chunk;     // of this thread's first column group
+  int first_row;     // of this thread's first group
+  int first_chunk;   // of this thread's first column group
 
-  // Lane bits are interleaved (x takes bits 0, 2, 3 and y bits 1, 4): a 16-byte read that several lanes share is then
-  // served to two quarter-warps at once.
+  // Lane bits are interleaved (x takes bits 0, 2, 3 and y bits 1, 4): a 16-byte read that several lanes share
+  // is then served to two quarter-warps at once.
   DEVICE explicit Partition(int thread) {
     const int lane = thread % 32, warp = thread / 32;
     int x = lane % lanes_x, y = lane / lanes_x;
@@ -46,7 +49,9 @@ template <class T, int n_rows, int n_cols, int warps, bool rows_by_chunk> struct
     first_row = ((warp / warps_x) * lanes_y + y) * row_group;
     first_chunk = (warp % warps_x) * lanes_x + x;
   }
-  DEVICE int row(int r) const { return first_row + (r / row_group) * (lanes_y * warps_y * row_group) + r % row_group; }
+  DEVICE int row(int r) const {
+    return first_row + (r / row_group) * (lanes_y * warps_y * row_group) + r % row_group;
+  }
   DEVICE int chunk(int group) const { return first_chunk + group * (lanes_x * warps_x); }
   DEVICE int col(int c) const { return chunk(c / width) * width + c % width; }
 };
@@ -72,14 +77,16 @@ template <class Part, class Tile> struct RowKeys {
 
 // result[i][j] += sum over d of A[i][d] B[j][d]                    S = Q K^T,  dP = dO V^T
 template <class Part, class T, int m, int n, int depth>
-DEVICE void multiply_rows(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, m, depth>& A, Swizzled<T, n, depth>& B) {
+DEVICE void multiply_rows(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, m, depth>& A,
+                          Swizzled<T, n, depth>& B) {
   constexpr int width = Vec16<T>::size, group = Part::row_group;
   const RowKeys<Part, Swizzled<T, m, depth>> rows(mine);
 #pragma unroll 1
   for (int d = 0; d < depth / width; d++) {
     Vec16<T> a[Part::rows];
 #pragma unroll
-    for (int r = 0; r < Part::rows; r++) a[r] = A.keyed(rows.row[r / group] + r % group, rows.key[r / group], d);
+    for (int r = 0; r < Part::rows; r++)
+      a[r] = A.keyed(rows.row[r / group] + r % group, rows.key[r / group], d);
 #pragma unroll
     for (int c = 0; c < Part::cols; c++) {
       const int chunk = mine.chunk(c / width);
@@ -94,16 +101,19 @@ DEVICE void multiply_rows(const Part& mine, T (&result)[Part::rows][Part::cols],
 
 // result[j][d] += sum over i of A[i][j] B[i][d]                    dV = P^T dO,  dK = dS^T Q
 template <class Part, class T, int depth, int m, int n>
-DEVICE void multiply_columns(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, depth, m>& A, Swizzled<T, depth, n>& B) {
+DEVICE void multiply_columns(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, depth, m>& A,
+                             Swizzled<T, depth, n>& B) {
   constexpr int width = Vec16<T>::size;
-  static_assert(Part::row_group == width, "multiply_columns: rows of the result are columns of A, read by chunks");
+  static_assert(Part::row_group == width,
+                "multiply_columns: rows of the result are columns of A, read by chunks");
 #pragma unroll 1
   for (int k = 0; k < depth / width; k++) {
 #pragma unroll
     for (int e = 0; e < width; e++) {
       Vec16<T> a[Part::rows / width];
 #pragma unroll
-      for (int g = 0; g < Part::rows / width; g++) a[g] = A.keyed(k * width + e, k & A.mask, mine.row(g * width) / width);
+      for (int g = 0; g < Part::rows / width; g++)
+        a[g] = A.keyed(k * width + e, k & A.mask, mine.row(g * width) / width);
 #pragma unroll
       for (int g = 0; g < Part::col_groups; g++) {
         const Vec16<T> b = B.keyed(k * width + e, k & B.mask, mine.chunk(g));
@@ -119,14 +129,16 @@ DEVICE void multiply_columns(const Part& mine, T (&result)[Part::rows][Part::col
 
 // result[i][d] += sum over j of A[i][j] B[j][d]                    dQ = dS K,  O = P V
 template <class Part, class T, int m, int depth, int n>
-DEVICE void multiply(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, m, depth>& A, Swizzled<T, depth, n>& B) {
+DEVICE void multiply(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, m, depth>& A,
+                     Swizzled<T, depth, n>& B) {
   constexpr int width = Vec16<T>::size, group = Part::row_group;
   const RowKeys<Part, Swizzled<T, m, depth>> rows(mine);
 #pragma unroll 1
   for (int k = 0; k < depth / width; k++) {
     Vec16<T> a[Part::rows];
 #pragma unroll
-    for (int r = 0; r < Part::rows; r++) a[r] = A.keyed(rows.row[r / group] + r % group, rows.key[r / group], k);
+    for (int r = 0; r < Part::rows; r++)
+      a[r] = A.keyed(rows.row[r / group] + r % group, rows.key[r / group], k);
 #pragma unroll
     for (int e = 0; e < width; e++)
 #pragma unroll
@@ -135,15 +147,17 @@ DEVICE void multiply(const Part& mine, T (&result)[Part::rows][Part::cols], Swiz
 #pragma unroll
         for (int c = 0; c < width; c++)
 #pragma unroll
-          for (int r = 0; r < Part::rows; r++) result[r][g * width + c] = a[r].item[e] * b.item[c] + result[r][g * width + c];
+          for (int r = 0; r < Part::rows; r++)
+            result[r][g * width + c] = a[r].item[e] * b.item[c] + result[r][g * width + c];
       }
   }
 }
 
-// target[r][d] = block * scale, for the rows and columns that are there; rows from `existing` on are 0 whatever the block holds.
+// target[r][d] = block * scale, for the rows and columns that are there; rows from `existing` on are 0
+// whatever the block holds.
 template <class To, class Part>
-DEVICE void store_block(const Part& mine, const acc (&block)[Part::rows][Part::cols], acc scale, void* data, const TileSource& target,
-                        i32 existing = 0x7fffffff) {
+DEVICE void store_block(const Part& mine, const acc (&block)[Part::rows][Part::cols], acc scale, void* data,
+                        const TileSource& target, i32 existing = 0x7fffffff) {
   constexpr int width = Vec16<acc>::size;
   const Global<To> to(data);
 #pragma unroll
@@ -156,7 +170,8 @@ DEVICE void store_block(const Part& mine, const acc (&block)[Part::rows][Part::c
       const i64 index = target.base + row * target.stride + d;
       Pack<To, width> out;
 #pragma unroll
-      for (int c = 0; c < width; c++) out.item[c] = convert<To>(row < existing ? block[r][g * width + c] * scale : acc(0));
+      for (int c = 0; c < width; c++)
+        out.item[c] = convert<To>(row < existing ? block[r][g * width + c] * scale : acc(0));
       if (sizeof(To) <= sizeof(acc) && target.by_vectors && d < target.cols) {
         to.store_as(index, out);
       } else {
@@ -169,8 +184,8 @@ DEVICE void store_block(const Part& mine, const acc (&block)[Part::rows][Part::c
 }
 
 // target[r][d] += block, atomically.
-template <class Part>
-DEVICE void add_block(const Part& mine, const acc (&block)[Part::rows][Part::cols], void* data, const TileSource& target) {
+template <class Part> DEVICE void add_block(const Part& mine, const acc (&block)[Part::rows][Part::cols],
+                                            void* data, const TileSource& target) {
   constexpr int width = Vec16<acc>::size;
   const Global<acc> to(data);
 #pragma unroll
@@ -197,7 +212,8 @@ DEVICE void add_block(const Part& mine, const acc (&block)[Part::rows][Part::col
 
 // tile = block.  The caller synchronises.
 template <class Part, class T, int m, int n>
-DEVICE void store_shared(const Part& mine, const T (&block)[Part::rows][Part::cols], Swizzled<T, m, n>& tile) {
+DEVICE void store_shared(const Part& mine, const T (&block)[Part::rows][Part::cols],
+                         Swizzled<T, m, n>& tile) {
   constexpr int width = Vec16<T>::size;
 #pragma unroll
   for (int r = 0; r < Part::rows; r++)

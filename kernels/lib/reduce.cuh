@@ -7,7 +7,7 @@
 template <int threads> struct BlockSum {
   Shared<double, 1, threads / 32> of_warp;
 
-  // The sum over all threads; thread 0 has it.  In double: a sum over every row of a problem must not lose what float32 would.
+  // The sum over all threads; thread 0 has it.  In double: it goes over every row of a problem.
   DEVICE double operator()(double number, int thread) {
     number = warp_sum(number);
     if (thread % 32 == 0) of_warp(0, thread / 32) = number;
