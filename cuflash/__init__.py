@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# attention, merge and trace are functions named like their modules: imported now, so that the names mean functions
+# attention, merge and trace are functions named like their modules: imported now, so the names mean functions
 from cuflash.arrays import spec
 from cuflash.attention import Gradients, attention, attention_backward, attention_vjp, explain
 from cuflash.blockmask import BlockMask

@@ -33,8 +33,8 @@ class Tile:
 class Trace:
     """What the launches of one call did.  Prints as a table.
 
-    launches: emulator.Record per kernel, in order.  arrays: name -> (read, written, added) bytes of all launches
-    together; added means atomics and reduce-adds.  results: what the call returned.
+    launches: emulator.Record per kernel, in order.  arrays: name -> (read, written, added) bytes of all
+    launches together; added means atomics and reduce-adds.  results: what the call returned.
     """
 
     def __init__(self, launches: tuple[Any, ...], shapes: dict[str, Any], results: Any) -> None:

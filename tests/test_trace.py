@@ -1,4 +1,4 @@
-"""cuflash.trace: bytes by array equal what plan.py says a row moves, to the byte; the timeline shows the tiles."""
+"""cuflash.trace: bytes by array equal what plan.py says, to the byte; the timeline shows the tiles."""
 
 import ml_dtypes
 import numpy as np

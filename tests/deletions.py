@@ -1,0 +1,155 @@
+"""Delete one barrier, wait, fence or arrival of a kernel, and see whether the emulated checks notice."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cuflash import build, checks, emulator, launch, rows
+from cuflash.cases import Case, cases
+
+WAIT = re.compile(
+    r"\b(?:block_sync|warp_sync|barrier_(?:sync|arrive)|cluster_(?:sync|arrive|wait)|cp_async_(?:commit|wait|arrive)"
+    r"|mbarrier_(?:init_fence|wait|arrive|arrive_expect|arrive_remote|expect)|fence_async_(?:shared|global)"
+    r"|wgmma_(?:fence|commit|wait)|bulk_(?:commit|wait_read|wait)|wait_for_tiles)\s*(?:<[^<>;]*>)?\s*\("
+)
+# where the instructions themselves are defined
+WRAPPERS = {
+    "warp",
+    "barrier",
+    "cp_async",
+    "mbarrier",
+    "tma",
+    "cluster",
+    "wgmma",
+    "emulated",
+    "memory",
+    "platform",
+}
+SEEDS = (1, 2, 3, 0)
+# Besides the quick cases: what only these make a kernel walk.
+MORE = ("long", "head_dim 320 v 257", "block mask", "everything")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One call to delete.  file: path below kernels/.  line: from 1.  start, end: of the statement in the line."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    text: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.file, self.text
+
+
+def files_of(row_name: str) -> list[str]:
+    """Every file of a row, passes and headers included, that may hold a wait."""
+    row = next(r for r in (*rows.FORWARD, *rows.BACKWARD) if r.name == row_name)
+    found: list[str] = []
+    for file in dict.fromkeys(step.file for step in row.steps):
+        for home in re.findall(r'^#line 1 "kernels/(.*)"$', build.expand(file, emulated=True), re.M):
+            if Path(home).stem not in WRAPPERS and home not in found:
+                found.append(home)
+    return found
+
+
+def sites_of(row_name: str) -> list[Site]:
+    """The waits of a row, in the order of the text."""
+    found = []
+    for file in files_of(row_name):
+        for number, line in enumerate((build.kernels_directory() / file).read_text().splitlines(), 1):
+            code = line.split("//")[0]
+            if code.lstrip().startswith(("DEVICE", "template", "#")):
+                continue
+            for match in WAIT.finditer(code):
+                end = _statement_end(code, match.end())
+                if end is not None:
+                    found.append(Site(file, number, match.start(), end, line.strip()))
+    return found
+
+
+def _statement_end(code: str, at: int) -> int | None:
+    """Index of the ';' that closes a call whose '(' ends at `at`; None when it closes no statement here."""
+    depth = 1
+    while at < len(code) and depth:
+        depth += {"(": 1, ")": -1}.get(code[at], 0)
+        at += 1
+    return at if depth == 0 and code[at:].lstrip().startswith(";") else None
+
+
+@contextlib.contextmanager
+def without(site: Site | None, folder: Path) -> Iterator[None]:
+    """The kernels of this process are a copy in which the site's statement is empty."""
+    before = build.kernels_directory
+    target = folder / "kernels"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(before(), target, ignore=shutil.ignore_patterns("measured"))
+    if site is not None:
+        path = target / site.file
+        lines = path.read_text().splitlines()
+        line = lines[site.line - 1]
+        lines[site.line - 1] = line[: site.start] + line[site.end :]
+        path.write_text("\n".join(lines) + "\n")
+    build.kernels_directory = lambda: target
+    launch.forget()
+    try:
+        yield
+    finally:
+        build.kernels_directory = before
+        launch.forget()
+
+
+def chosen_cases() -> list[Case]:
+    return [case for case in cases() if case.quick or case.name in MORE]
+
+
+def outcome(
+    row: str, case: Case, dtype: str, seed: int, known: dict[tuple[str, str], checks.Expected]
+) -> str:
+    """What `cuflash check` says of one case in one order of threads: "passed", or a status and a sentence."""
+    if (case.name, dtype) not in known:
+        known[case.name, dtype] = checks.Expected(case, dtype)
+    for direction, table in (("forward", rows.FORWARD), ("backward", rows.BACKWARD)):
+        if any(r.name == row for r in table):
+            with emulator.options(seed=seed, stall_seconds=5), np.errstate(all="ignore"):
+                line = checks.one(row, direction, known[case.name, dtype], np)
+            assert "does not compile" not in line.message, line.message
+            if line.status != "passed":
+                return f"{line.status}: {line.message}"
+    return "passed"
+
+
+def search(row: str, folder: Path, dtypes: tuple[str, ...]) -> dict[Site, str | None]:
+    """Site -> what noticed its deletion (case, dtype, seed and message), None when nothing did."""
+    known: dict[tuple[str, str], checks.Expected] = {}
+    runs = []
+    found = {}
+    with without(None, folder / "sound"):  # a copy that stays as it is
+        for case in chosen_cases():
+            for dtype in dtypes:
+                sound = outcome(row, case, dtype, 0, known)
+                assert not sound.startswith("failed"), f"{row} as it is: {sound}"
+                if sound == "passed":
+                    runs.append((case, dtype))
+        for site in sites_of(row):
+            with without(site, folder):
+                found[site] = next(_noticed(row, runs, known), None)
+    return found
+
+
+def _noticed(row: str, runs: list[tuple[Case, str]], known: dict) -> Iterator[str]:
+    for case, dtype in runs:
+        for seed in SEEDS:
+            said = outcome(row, case, dtype, seed, known)
+            if said != "passed":
+                yield f"{case.name}, {dtype}, seed {seed}: {said}"

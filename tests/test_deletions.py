@@ -1,0 +1,52 @@
+"""pytest -m full: every barrier, wait, fence and arrival of every rung, deleted one at a time, is noticed.
+
+What survives is redundant and stands in REDUNDANT with the reason.  kernels/measured/deletions-<row>.json
+keeps the result of each row.
+"""
+
+import pytest
+from deletions import search, sites_of
+
+from cuflash import records, rows
+
+ROWS = list(dict.fromkeys(row.name for row in (*rows.FORWARD, *rows.BACKWARD)))
+DTYPES = ("float32", "float16")
+
+# (file, words of the line) -> why deleting it changes nothing
+REDUNDANT: dict[tuple[str, str], str] = {}
+
+
+def reason(site):
+    for (file, words), why in REDUNDANT.items():
+        if site.file == file and words in site.text:
+            return why
+    return None
+
+
+def test_the_search_sees_waits_and_not_what_only_looks_like_them():
+    found = sites_of("fwd_02_tiled")
+    assert any(site.file == "fwd_02_tiled.cu" and "block_sync" in site.text for site in found)
+    assert not any(site.text.startswith(("//", "DEVICE", "#")) for site in found)
+    assert not any(site.file.startswith("lib/barrier") for site in found)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("row", ROWS)
+def test_no_deletion_goes_unnoticed(row, tmp_path):
+    found = search(row, tmp_path, DTYPES)
+    lines = [
+        {
+            "file": site.file,
+            "line": site.line,
+            "text": site.text,
+            "noticed": how[:300] if how else None,
+            "redundant": None if how else reason(site),
+        }
+        for site, how in found.items()
+    ]
+    records.write(
+        "deletions", {"row": row, "sites": lines}, [row], records.folder() / f"deletions-{row}.json"
+    )
+    survivors = [f"{s.file}({s.line}) {s.text}" for s, how in found.items() if how is None and not reason(s)]
+    assert not survivors, "\n".join(["nobody noticed that these were deleted:", *survivors])
