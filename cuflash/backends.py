@@ -227,6 +227,11 @@ def _cuda(device: Device) -> Cuda:
     return Cuda(device)
 
 
+def forget() -> None:
+    """New calls load their kernels anew; prepared calls keep the ones they have."""
+    _cuda.cache_clear()
+
+
 def of(device: Device) -> Cuda | Emulated:
     """The backend of a device.  Raises CuflashError for a GPU that is not there."""
     if device.kind == "emulated":

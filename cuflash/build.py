@@ -14,8 +14,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ DTYPE_NAMES = {0: "f16", 1: "bf16", 2: "f32", 3: "f64"}
 _locks: dict[str, threading.Lock] = {}
 _locks_guard = threading.Lock()
 _compilers: set[tuple[int, int]] = set()
+_elsewhere: Path | None = None  # the folder of sources_from
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,27 @@ class Build:
 # ---- source
 
 
-@functools.cache
 def kernels_directory() -> Path:
-    """`kernels/` of a checkout, or `cuflash/kernels` of an installed wheel."""
+    """`kernels/` of a checkout, `cuflash/kernels` of an installed wheel, or the folder of sources_from."""
+    return _elsewhere or _own_directory()
+
+
+@contextmanager
+def sources_from(directory: Path) -> Iterator[None]:
+    """Inside it, kernels are read from another folder, such as a copy with one file changed (lab.py).
+
+    For the whole process.  What is loaded already stays loaded: see launch.forget.
+    """
+    global _elsewhere
+    before, _elsewhere = _elsewhere, Path(directory)
+    try:
+        yield
+    finally:
+        _elsewhere = before
+
+
+@functools.cache
+def _own_directory() -> Path:
     here = Path(__file__).resolve().parent
     for folder in (here / "kernels", here.parent / "kernels"):
         if (folder / "lib" / "args.cuh").is_file():
@@ -273,6 +293,7 @@ def compile(job: Job, directory: Path | None = None) -> Build:
                 "content": content,
                 "source": hashlib.sha256(strip_comments(text).encode()).hexdigest(),
                 "seconds": round(time.perf_counter() - start, 3),
+                "log": compiler_log,
                 **parse_log(compiler_log),
             }
             suffix = ".ptx" if job.target.startswith("compute") else ".cubin"

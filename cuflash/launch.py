@@ -115,6 +115,7 @@ def forget() -> None:
     """Drop every prepared call (after a kernel was edited in a running process)."""
     _prepared.clear()
     make.cache_clear()
+    backends.forget()
 
 
 def outputs_of(problem: Problem) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("suites", nargs="*", metavar="SUITE", help="see below; default: forward backward")
     everyone = ", ".join(peer.name for peer in peers.PEERS)
     top.add_argument("--peers", nargs="?", type=words, const=(), metavar="A,B",
-                     help=f"run other libraries beside; all that are installed, or of {everyone}")  # fmt: skip
+                     help=f"run other libraries beside: all that are here, or of {everyone}")  # fmt: skip
     top.add_argument("--kernels", type=words, metavar="A,B", help="rows by name; auto is the one chosen")
     top.add_argument("--grid", choices=tuple(shapes.GRIDS), default="default", help="of forward and backward")
     top.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
@@ -165,8 +166,6 @@ def default_dtype(place: str) -> str:
 
 
 def suites_of(options: argparse.Namespace, place: str) -> list[Suite]:
-    from dataclasses import replace
-
     names = options.suites or (["forward", "backward"] if place == "gpu" else ["cpu"])
     found = []
     for name in names:
@@ -181,8 +180,6 @@ def suites_of(options: argparse.Namespace, place: str) -> list[Suite]:
 
 
 def _deterministic(shape: Shape) -> Shape:
-    from dataclasses import replace
-
     if shape.direction == "forward":
         return shape
     return replace(shape, settings=(*shape.settings, ("deterministic", True)))

@@ -88,7 +88,7 @@ def profile(kernel: str, shape: Shape, keep: Path | None = None) -> list[Profile
     if ncu is None:
         raise CuflashError(
             "bench --profile: needs Nsight Compute's `ncu`, which is not on PATH\n"
-            "  It comes with the CUDA toolkit; `cuflash explain` tells registers and predicted bytes without it."
+            "  It comes with the CUDA toolkit; `cuflash explain` tells registers and bytes without it."
         )
     command = [
         ncu, "--csv", "--page", "raw", "--kernel-name", f"regex:^{kernel}", "--target-processes", "all",

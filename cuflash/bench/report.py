@@ -160,14 +160,16 @@ def long_form(result: dict[str, Any], metric: str) -> Table:
     """Everything about one shape."""
     unit = UNITS[metric]
     names = [f">{unit}", ">of matmul", ">of peak"] if metric == "tflops" else [f">{unit}"]
-    made = table("", *names, ">ms", ">spread", ">error / limit", "")
+    has_ms = metric != "ms"
+    made = table("", *names, *([">ms"] if has_ms else []), ">spread", ">error / limit", "")
     for line in result["lines"]:
         number = value(line, metric)
         row = [line["name"], digits(number)]
         if metric == "tflops":
             row += [percent(number, result["matmul_tflops"]), percent(number, result["peak_tflops"])]
         seconds, ratio = line.get("seconds"), line.get("error_over_limit")
-        row.append("" if seconds is None else digits(1e3 * seconds))
+        if has_ms:
+            row.append("" if seconds is None else digits(1e3 * seconds))
         row.append("" if seconds is None else f"{100 * line['spread']:.1f} %")
         row.append("" if ratio is None else f"{ratio:.2f}")
         made.add_row(*row, _remark(line))
