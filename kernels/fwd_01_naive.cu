@@ -50,7 +50,7 @@ KERNEL(n_threads, 1) fwd_01_naive(const __grid_constant__ Args args) {
 
     const acc s = capped_log2(scoring, product);
     const acc m_new = largest(m, s), reference = finite_max(m_new);
-    const acc shrink = rescaling(m, reference), P = exp2_approx(s - reference);
+    const acc shrink = rescaling(m, reference), P = exp_score(s - reference);
     m = m_new;
     l = l * shrink + P;
     const i64 v_row = index_of(args.V, b, h_k, j) + v0;

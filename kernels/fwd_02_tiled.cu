@@ -205,7 +205,7 @@ KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
         Vec16<acc> P;
 #pragma unroll
         for (int e = 0; e < width; ++e) {
-          P.item[e] = exp2_approx(S[r][g * width + e] - reference);
+          P.item[e] = exp_score(S[r][g * width + e] - reference);
           l[r] += P.item[e];
         }
         if constexpr (has_dropout) drop(rules.dropout, P, i0 + part.row(r), j0 + part.chunk(g) * width);

@@ -152,13 +152,13 @@ KERNEL(n_threads, 1) std_00_unfused__softmax(const __grid_constant__ Args args) 
   acc m = NEG_INF, l = 0;
   for (i64 j = lane; j < args.len_k; j += 32) {
     const acc s = S.load(row * args.len_k + j), m_new = largest(m, s), reference = finite_max(m_new);
-    l = l * rescaling(m, reference) + exp2_approx(s - reference);
+    l = l * rescaling(m, reference) + exp_score(s - reference);
     m = m_new;
   }
   const acc m_row = max_over_lanes<31>(m), reference = finite_max(m_row);
   const RowEnd end = finish_row(m_row, sum_over_lanes<31>(l * rescaling(m, reference)), NEG_INF, 1);
   for (i64 j = lane; j < args.len_k; j += 32)
-    S.store(row * args.len_k + j, exp2_approx(S.load(row * args.len_k + j) - reference) * end.factor);
+    S.store(row * args.len_k + j, exp_score(S.load(row * args.len_k + j) - reference) * end.factor);
   const i64 i = row % args.len_q, head = row / args.len_q;
   if (lane == 0)
     Global<acc>(args.lse.data).store(index_of(args.lse, head / args.heads, head % args.heads, i), end.lse);
@@ -184,9 +184,9 @@ KERNEL(n_threads, 1) std_00_unfused__probabilities(const __grid_constant__ Args 
   const Global<acc> S(args.workspace[0]);
   const i64 i = row % args.len_q, h = row / args.len_q % args.heads, b = row / args.len_q / args.heads;
   const acc lse = Global<acc>(args.lse.data).load(index_of(args.lse, b, h, i));
-  const acc lse_log2 = finite_max(lse) * LOG2E;   // an empty row has lse -inf and all S -inf: P is 0
+  const acc reference = finite_max(lse) * static_cast<acc>(SCORE_UNIT);   // empty row: all S are -inf, P is 0
   for (i64 j = lane; j < args.len_k; j += 32)
-    S.store(row * args.len_k + j, exp2_approx(S.load(row * args.len_k + j) - lse_log2));
+    S.store(row * args.len_k + j, exp_score(S.load(row * args.len_k + j) - reference));
 }
 
 KERNEL(n_threads, 1) std_00_unfused__dscores(const __grid_constant__ Args args) {

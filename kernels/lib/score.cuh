@@ -1,8 +1,8 @@
 // score.cuh - from a raw product q.k to the score that softmax sees, in contract order: scale, softcap,
-// ALiBi, bias. Scores are in base 2 (times log2(e)): exp2 is the instruction the hardware has.  Derivatives
-// for the backward beside each step. natural_scoring_of makes the same functions give natural scores: where
-// lse is given, e^(score - lse) is nearer to the truth when the two large numbers meet before anything else
-// is rounded.
+// ALiBi, bias.  Derivatives for the backward beside each step.
+// Scores are in base 2 (times log2(e); float64: base e, SCORE_UNIT in types.cuh).  natural_scoring_of makes
+// the same functions give natural scores: where lse is given, e^(score - lse) is nearer to the truth when the
+// two large numbers meet before anything else is rounded.
 #pragma once
 #include "positions.cuh"
 
@@ -32,7 +32,7 @@ DEVICE Scoring scoring_in(const Args& args, const Sequence& seq, i64 h, double u
 }
 
 DEVICE Scoring scoring_of(const Args& args, const Sequence& seq, i64 h) {
-  return scoring_in(args, seq, h, 1.4426950408889634074);
+  return scoring_in(args, seq, h, SCORE_UNIT);
 }
 DEVICE Scoring natural_scoring_of(const Args& args, const Sequence& seq, i64 h) {
   return scoring_in(args, seq, h, 1);

@@ -1,4 +1,5 @@
-// softmax.cuh - the running softmax of a row, in base 2: m = largest score so far, l = sum of 2^(score - m).
+// softmax.cuh - the running softmax of a row, in base 2 (float64: base e, SCORE_UNIT in types.cuh):
+// m = largest score so far, l = sum of 2^(score - m).
 #pragma once
 #include "args.cuh"
 #include "memory.cuh"
@@ -10,7 +11,7 @@
 DEVICE acc finite_max(acc m) { return m == NEG_INF ? acc(0) : m; }
 
 // What the sums made with m_old must be multiplied by, now that the maximum is m_new (as finite_max gave it).
-DEVICE acc rescaling(acc m_old, acc m_new) { return exp2_approx(m_old - m_new); }
+DEVICE acc rescaling(acc m_old, acc m_new) { return exp_score(m_old - m_new); }
 
 // Maximum and sum over the lanes that share a row: those whose numbers differ only in the bits of lane_bits.
 // All of them get the result.
@@ -33,25 +34,25 @@ struct RowEnd {
   acc lse;
 };
 
-// sink_log2: the head's sink in base 2, ignored without one.  A row that exists but saw nothing gets factor
-// 0, and lse -inf or the sink.
+// sink_log2: the head's sink in the unit of scores, ignored without one.  A row that exists but saw nothing
+// gets factor 0, and lse -inf or the sink.
 DEVICE RowEnd finish_row(acc m, acc l, acc sink_log2, acc dropout_scale) {
   acc shrink = 1;
   if constexpr (has_sink) {
     const acc m_all = largest(m, sink_log2), reference = finite_max(m_all);
-    shrink = exp2_approx(m - reference);
-    l = l * shrink + exp2_approx(sink_log2 - reference);
+    shrink = exp_score(m - reference);
+    l = l * shrink + exp_score(sink_log2 - reference);
     m = m_all;
   }
   RowEnd row = {0, NEG_INF};
   if (l == 0) return row;
   row.factor = shrink / l;
   if constexpr (has_dropout) row.factor *= dropout_scale;
-  row.lse = (m + log2_approx(l)) * LN2;
+  row.lse = (m + log_score(l)) * FROM_UNIT;
   return row;
 }
 
 DEVICE acc sink_of(const Args& args, i64 h) {
-  if constexpr (has_sink) return Global<acc>(args.sink.data).load(h * args.sink.head) * LOG2E;
-  return NEG_INF;
+  if constexpr (!has_sink) return NEG_INF;
+  return Global<acc>(args.sink.data).load(h * args.sink.head) * static_cast<acc>(SCORE_UNIT);
 }

@@ -15,15 +15,20 @@ DEVICE void request_tile(Swizzled<acc, rows, cols>& tile, const void* data, cons
                          int thread) {
   if constexpr (has_cp_async && is_same<From, acc>) {
     if (source.by_vectors) {
-      constexpr int width = Vec16<acc>::size, chunks = cols / width;
+      // A thread stays in its column of chunks and goes down the rows: one addition of the stride per copy.
+      constexpr int width = Vec16<acc>::size, chunks = cols / width, step = threads / chunks;
+      static_assert(step > 0, "request_tile: fewer threads than chunks in a row");
       const Global<acc> from(const_cast<void*>(data));
-#pragma unroll 4
-      for (int at = opaque(thread); at < rows * chunks; at += threads) {
-        const int row = at / chunks, chunk = at % chunks;
-        const bool is_there = row < source.rows && chunk * width < source.cols;
-        const i64 index = source.base + (is_there ? row * source.stride + chunk * width : 0);
+      const int first = opaque(thread), chunk = first % chunks;
+      const bool is_column = first < step * chunks && chunk * width < source.cols;
+      i64 index = source.base + first / chunks * source.stride + chunk * width;
+#pragma unroll
+      for (int row0 = 0; row0 < rows; row0 += step, index += step * source.stride) {
+        const int row = row0 + first / chunks;
+        const bool is_there = is_column && row < source.rows;
         const u32 n_bytes = is_there ? 16 : 0;   // the rest of the chunk is filled with zeros
-        cp_async(tile.address(row, chunk), from.address(index, n_bytes), n_bytes);
+        if (first < step * chunks && (rows % step == 0 || row < rows))
+          cp_async(tile.address(row, chunk), from.address(is_there ? index : source.base, n_bytes), n_bytes);
       }
       cp_async_commit();
       return;

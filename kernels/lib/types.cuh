@@ -79,8 +79,9 @@ DEVICE bf16 float_to_bf16(float x) {
 }
 
 DEVICE double log2_approx(double x) { return log2(x); }
-// e^x to the last digits, where the result is a gradient's factor and not divided by a sum of its kind.  ex2 takes
-// x * log2(e), whose rounding alone would cost |x| / 2 ulps: what it loses comes back as a factor 1 + lost * ln(2).
+// e^x to the last digits, where the result is a gradient's factor and not divided by a sum of its kind.  ex2
+// takes x * log2(e), whose rounding alone would cost |x| / 2 ulps: what it loses comes back as a factor 1 +
+// lost * ln(2).
 DEVICE float exp_near(float x) {
   constexpr float log2e_high = 1.44269502162933349609375f, log2e_low = 1.92596299112661746887e-8f;
   x = x < -150.f ? -150.f : x;   // 0 in float; and -inf - (-inf) is not asked for below
@@ -89,6 +90,15 @@ DEVICE float exp_near(float x) {
   return y + y * (lost * 0.693147182f);
 }
 DEVICE double exp_near(double x) { return exp(x); }
+
+// The unit of scores inside the softmax.  float: base 2, because ex2 is an instruction.  double: base e,
+// because the rounding of score * log2(e) would show.
+constexpr double SCORE_UNIT = is_same<acc, double> ? 1 : 1.4426950408889634074;
+constexpr acc FROM_UNIT = is_same<acc, double> ? acc(1) : LN2;
+DEVICE float exp_score(float x) { return exp2_approx(x); }
+DEVICE double exp_score(double x) { return exp_near(x); }
+DEVICE float log_score(float x) { return log2_approx(x); }
+DEVICE double log_score(double x) { return log(x); }
 DEVICE float hyperbolic_tangent(float x) { return tanhf(x); }
 DEVICE double hyperbolic_tangent(double x) { return tanh(x); }
 template <class T> DEVICE T largest(T a, T b) { return a > b || b != b ? a : b; }     // NaN never wins
