@@ -116,12 +116,13 @@ def _wants(name: str):
 
 
 DSINK_USES = ("DTYPE", "N_WARPS", "LENGTHS_Q", "PACKED")
+CONVERT_USES = ("DTYPE", "OUT_DTYPE", "N_WARPS", "PACKED")
 DELTA = Step("pass_delta", delta_rows, uses=DELTA_USES)
 CONVERT_DQ = Step(
     "pass_convert__dq",
     _dq_rows,
     when=lambda problem: not problem.deterministic,
-    uses=("DTYPE", "OUT_DTYPE", "N_WARPS", "PACKED"),
+    uses=CONVERT_USES,
 )
 # Gradients of the options: before and after the kernel that makes dq, dk and dv.
 OPTIONS_BEFORE = (Step("pass_dbias__zero", _dbias_rows, _dbias_smem, when=_case(1)),)
@@ -161,13 +162,32 @@ def option_slots(problem: Problem, p: Params) -> tuple[Slot, Slot]:
 
 # ---- bwd_02_tiled
 
+ENOUGH_BLOCKS = 400  # three on every SM of the largest GPU of its time
+
 
 def _chunks(problem: Problem, p: Params) -> int:
     return max(ceil_div(problem.head_dim, p["HEAD_DIM"]), ceil_div(problem.head_dim_v, p["HEAD_DIM_V"]))
 
 
+def _tiled_blocks(problem: Problem, p: Params) -> int:
+    return _chunks(problem, p) * n_slots(problem, problem.len_k, p["TILE_KV"]) * problem.heads_k
+
+
+def _splits(problem: Problem, p: Params) -> int:
+    """Among how many blocks the query heads of a key head are shared: more where blocks are few."""
+    if problem.deterministic:
+        return 1
+    return max(1, min(problem.group, ENOUGH_BLOCKS // max(_tiled_blocks(problem, p), 1)))
+
+
 def _tiled_grid(problem: Problem, p: Params) -> Grid:
-    return _chunks(problem, p) * n_slots(problem, problem.len_k, p["TILE_KV"]) * problem.heads_k, 1, 1
+    return _tiled_blocks(problem, p) * _splits(problem, p), 1, 1
+
+
+def _converted_keys(problem: Problem, p: Params) -> Grid:
+    """A warp per row of dK_sum and dV_sum; none where blocks store dk and dv themselves."""
+    rows = problem.len_k * problem.heads_k * (1 if problem.packed else problem.batch)
+    return (ceil_div(rows, p["N_WARPS"]) if _splits(problem, p) > 1 else 0), 1, 1
 
 
 def _tiled_dq_grid(problem: Problem, p: Params) -> Grid:
@@ -218,7 +238,8 @@ def _tiled_bytes(problem: Problem, p: Params) -> Traffic:
     """Additions to dQ_sum count as a read and a write.  {} where gradients of options are wanted too."""
     if is_data_dependent(problem) or len(problem.gradients) > 3:
         return {}
-    chunks, acc, size = _chunks(problem, p), accumulator_bytes(p), ITEMSIZE[problem.dtype]
+    chunks, splits = _chunks(problem, p), _splits(problem, p)
+    acc, size = accumulator_bytes(p), ITEMSIZE[problem.dtype]
     heads, heads_k = problem.batch * problem.heads, problem.batch * problem.heads_k
     rows = problem.len_q * heads
     d, dv = problem.head_dim, problem.head_dim_v
@@ -230,8 +251,8 @@ def _tiled_bytes(problem: Problem, p: Params) -> Traffic:
     for by_keys, blocks, pairs in walks:
         own = sum(n * (steps if chunks > 1 else 1) for n, steps, _ in pairs) * blocks
         walked = sum(n for _, _, n in pairs) * blocks
-        # With one chunk a block loads its keys once for all heads of the group.
-        own *= heads_k if by_keys and chunks == 1 else heads
+        # With one chunk a block loads its keys once for all the heads it walks.
+        own *= heads_k * splits if by_keys and chunks == 1 else heads
         q_rows, k_rows = (
             q_rows + (walked * heads if by_keys else own),
             k_rows + (own if by_keys else walked * heads),
@@ -256,6 +277,11 @@ def _tiled_bytes(problem: Problem, p: Params) -> Traffic:
         traffic["dlse"] = (rows * acc, 0)
     if problem.has_mask:
         traffic["mask"] = (masked, 0)
+    if splits > 1:
+        seen = sum(n for n, _, _ in walks[0][2]) * heads_k * splits * acc
+        rows_k = problem.len_k * heads_k * acc
+        traffic["dK_sum"] = (seen * d + rows_k * d, seen * d)
+        traffic["dV_sum"] = (seen * dv + rows_k * dv, seen * dv)
     if not problem.deterministic:
         traffic["dQ_sum"] = (added + rows * d * acc, added)
     return traffic
@@ -263,6 +289,12 @@ def _tiled_bytes(problem: Problem, p: Params) -> Traffic:
 
 def _tiled_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     sums = () if problem.deterministic else (dq_sum_slot(problem),)
+    if _splits(problem, p) > 1:
+        shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
+        sums += (
+            Slot("dK_sum", problem.accumulator, (*shape, problem.head_dim), zero=True),
+            Slot("dV_sum", problem.accumulator, (*shape, problem.head_dim_v), zero=True),
+        )
     return (*option_slots(problem, p), delta_slot(problem), *sums)
 
 
@@ -273,11 +305,13 @@ BWD_02 = Row(
     (
         Tile(64, 64, 4, up_to=32, chunk=32, itemsizes=(2, 4)),
         Tile(32, 64, 4, up_to=32, chunk=32, itemsizes=(2, 4)),
-        Tile(64, 64, 4, up_to=64, itemsizes=(2, 4), least=32),
+        Tile(32, 64, 4, up_to=64, itemsizes=(2, 4), least=32),
+        Tile(32, 128, 8, up_to=128, itemsizes=(2, 4), least=32),
         Tile(32, 64, 4, up_to=128, itemsizes=(2, 4), least=32),
         Tile(32, 32, 4, up_to=64, itemsizes=(2, 4), least=64),
         Tile(32, 32, 4, up_to=128, itemsizes=(2, 4), least=128),
         Tile(32, 64, 4, up_to=192, chunk=96, itemsizes=(2, 4)),
+        Tile(32, 128, 8, chunk=128, itemsizes=(2, 4)),
         Tile(32, 64, 4, chunk=128, itemsizes=(2, 4)),
         Tile(32, 32, 4, up_to=32, chunk=32, itemsizes=(8,)),
         Tile(32, 32, 4, chunk=64),
@@ -289,6 +323,8 @@ BWD_02 = Row(
         Step("bwd_02_tiled", _tiled_grid, _tiled_smem),
         Step("bwd_02_tiled__dq", _tiled_dq_grid, _tiled_smem, when=lambda problem: problem.deterministic),
         CONVERT_DQ,
+        Step("pass_convert__dk", _converted_keys, uses=CONVERT_USES),
+        Step("pass_convert__dv", _converted_keys, uses=CONVERT_USES),
         *OPTIONS_AFTER,
     ),
     "one pass over key tiles: dK and dV stay put",

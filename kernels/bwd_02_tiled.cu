@@ -12,12 +12,13 @@
 //                  dV += P^T dO,  dK += dS^T Q                 registers, over the whole walk
 //                  dQ_sum += dS K                              memory, atomically, 16 bytes at a time
 //                dK * scale, dV -> memory                      (pass_convert makes dQ of dQ_sum)
-//              GQA: the block walks all query heads of its key head, so dK and dV need no copies.
+//              GQA: the block walks the query heads of its key head, so dK and dV need no copies.  Where that
+//              leaves too few blocks, n_splits blocks share the heads and add to dK_sum and dV_sum in memory.
 //              head_dim above HEAD_DIM: the tiles hold one chunk of d at a time; a block owns one chunk of
 //              dK, dV and dQ, and makes S and dP over all chunks, its own last: it stays for the products.
 //              deterministic: no dQ here; bwd_02_tiled__dq owns query tiles and walks the keys, which costs
 //              two products more.
-// Grid         x: chunk + n_chunks * (key head + heads_k * slot), slot: positions.cuh
+// Grid         x: chunk + n_chunks * (key head + heads_k * (slot + n_slots * split)), slot: positions.cuh
 //              __dq: chunk + n_chunks * (query head + heads * slot)
 // Shared       Q, dO [TILE_Q, .] | K, V [TILE_KV, .] | lse, delta [TILE_Q] | P, dS [TILE_Q, TILE_KV]
 //              all in acc, matrices swizzled
@@ -30,17 +31,24 @@
 #include "lib/gradient.cuh"
 #include "lib/warp.cuh"
 
-constexpr int SLOT_DALIBI = 0;   // workspace: acc [slots of key tiles, heads], one part of dalibi_slopes each
-constexpr int SLOT_DBIAS = 1;   // workspace: acc [batch, heads, len_k], dbias summed over the queries
+// At 168 registers a thread three blocks of this tile share an SM: 12 warps hide shared memory's latency
+// better than 8 with larger blocks of numbers.  Calls with many options need the registers more.
+constexpr int n_options =
+    has_softcap + has_alibi + has_bias + has_mask + has_dropout + has_window + is_packed + has_block_mask;
+constexpr bool is_small = tile_q == 32 && tile_kv == 64 && head_dim_tile <= 64 && head_dim_v_tile <= 64;
+constexpr int blocks_per_sm = is_small && n_options <= 1 ? 3 : 1;
 
-using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;   // owns keys, walks queries
+constexpr int SLOT_DALIBI = 0;   // workspace: acc [slots of key tiles, heads], one part of dalibi_slopes each
+constexpr int SLOT_DBIAS = 1;    // workspace: acc [batch, heads, len_k], dbias summed over the queries
+
+using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;       // owns keys, walks queries
 using WalkKeys = BlockWalk<tile_q, tile_kv, block_q, block_kv>;   // __dq
 constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
 
-using OfScores = Partition<acc, tile_q, tile_kv, n_warps, false>;   // S, dP
-using OfK = Partition<acc, tile_kv, head_dim_tile, n_warps, true>;   // dK
+using OfScores = Partition<acc, tile_q, tile_kv, n_warps, false>;      // S, dP
+using OfK = Partition<acc, tile_kv, head_dim_tile, n_warps, true>;     // dK
 using OfV = Partition<acc, tile_kv, head_dim_v_tile, n_warps, true>;   // dV
-using OfQ = Partition<acc, tile_q, head_dim_tile, n_warps, false>;   // dQ
+using OfQ = Partition<acc, tile_q, head_dim_tile, n_warps, false>;     // dQ
 
 template <class Blocks> struct SmemOf : KeptBlocks<Blocks, asks_blocks> {
   TileOperands<tile_q, tile_kv, head_dim_tile, head_dim_v_tile> tile;
@@ -49,15 +57,13 @@ template <class Blocks> struct SmemOf : KeptBlocks<Blocks, asks_blocks> {
 };
 using Smem = SmemOf<Walk>;
 using SmemDq = SmemOf<WalkKeys>;
-constexpr int larger_bytes = sizeof(Smem) > sizeof(SmemDq)
-                                 ? sizeof(Smem)
-                                 : sizeof(SmemDq);   // the host has one number for both
+// The host has one number for both.
+constexpr int larger_bytes = sizeof(Smem) > sizeof(SmemDq) ? sizeof(Smem) : sizeof(SmemDq);
 static_assert(smem_bytes < 0 || larger_bytes == smem_bytes,
               "bwd_02_tiled: Smem and its row in cuflash/rows.py disagree");
 static_assert(args_bytes < 0 || sizeof(Args) == args_bytes, "bwd_02_tiled: Args and launch.py disagree");
 
-// The sum of one number per thread, in a fixed order; thread 0 has it.  Uses `scratch`, which nobody else may
-// be using.
+// The sum of one number per thread, in a fixed order; thread 0 has it.  Nobody else may be using `scratch`.
 DEVICE acc sum_over_block(acc number, Swizzled<acc, tile_q, tile_kv>& scratch, int thread) {
   number = warp_sum(number);
   if (thread % 32 == 0) scratch.cells(0, thread / 32) = number;
@@ -89,12 +95,13 @@ DEVICE void store_column_sums(const Args& args, const OfScores& part, const acc 
   block_sync();   // all sums are read: scratch is free
 }
 
-KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
+KERNEL(n_threads, blocks_per_sm) bwd_02_tiled(const __grid_constant__ Args args) {
   SHARED_MEMORY(Smem, smem);
   const int thread = threadIdx.x, lane = thread % 32;
   const i32 n_chunks = chunks_of<head_dim_tile, head_dim_v_tile>(args);
   const i32 own_chunk = static_cast<i32>(blockIdx.x % n_chunks);
-  const i64 x = blockIdx.x / n_chunks;
+  const i64 n_tiles = n_slots(args, args.len_k, tile_kv) * args.heads_k;
+  const i64 x = blockIdx.x / n_chunks % n_tiles, split = blockIdx.x / n_chunks / n_tiles;
   const KeyTile own = key_tile_of(args, x, tile_kv, args.heads_k);
   if (!own.exists) return;
   const Sequence& seq = own.seq;
@@ -108,12 +115,14 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
   clear(dV);
   const i32 j1 = smallest(own.j0 + tile_kv, seq.len_k);
   const Range queries = own.j0 < j1 ? visible_queries(args, seq, own.j0, j1 - 1) : Range{0, 0};
-  const i64 group =
-      queries.begin < queries.end ? args.heads / args.heads_k : 0;   // keys that nobody sees: dK = dV = 0
+  const i64 n_splits = gridDim.x / n_chunks / n_tiles;
+  // A key that nobody sees has no heads to walk: dK = dV = 0.
+  const i64 group = queries.begin < queries.end ? args.heads / args.heads_k : 0;
+  const i64 h_end = own.h * group + (split + 1) * group / n_splits;
   bool new_keys = true;
 
 #pragma unroll 1
-  for (i64 h = own.h * group; h < (own.h + 1) * group; h++) {
+  for (i64 h = own.h * group + split * group / n_splits; h < h_end; h++) {
     const HeadRules rules = head_rules_of(args, seq, h);
     Walk walk(args.blocks_of_key, seq.b, h, own.j0, j1, queries.begin, lane);
     acc column_sums[OfScores::cols], slope_sum = 0;   // of dbias and dalibi, this thread's part
@@ -173,21 +182,24 @@ KERNEL(n_threads, 1) bwd_02_tiled(const __grid_constant__ Args args) {
     }
   }
 
-  if (args.dK.data != nullptr)
+  const i32 d0 = own_chunk * head_dim_tile, d0_v = own_chunk * head_dim_v_tile, existing = seq.len_k - own.j0;
+  const auto place = [&](const Tensor& tensor, i32 d, i64 dim, i32 end) {
+    return tile_source(tensor, seq.array_b, seq.k_row0, own.h, own.j0, end, d, dim);
+  };
+  if (n_splits > 1) {
+    add_block(of_k, dK, args.dK_sum.data, place(args.dK_sum, d0, args.head_dim, seq.len_k));
+    add_block(of_v, dV, args.dV_sum.data, place(args.dV_sum, d0_v, args.head_dim_v, seq.len_k));
+  } else {
     store_block<out_elem>(of_k, dK, static_cast<acc>(args.scale), args.dK.data,
-                          tile_source(args.dK, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k,
-                                      own_chunk * head_dim_tile, args.head_dim),
-                          seq.len_k - own.j0);
-  if (args.dV.data != nullptr)
-    store_block<out_elem>(of_v, dV, acc(1), args.dV.data,
-                          tile_source(args.dV, seq.array_b, seq.k_row0, own.h, own.j0, seq.rows_k,
-                                      own_chunk * head_dim_v_tile, args.head_dim_v),
-                          seq.len_k - own.j0);
+                          place(args.dK, d0, args.head_dim, seq.rows_k), existing);
+    store_block<out_elem>(of_v, dV, acc(1), args.dV.data, place(args.dV, d0_v, args.head_dim_v, seq.rows_k),
+                          existing);
+  }
 }
 
 // dQ of TILE_Q queries of one (sequence, query head), by itself: no sum depends on the order in which blocks
 // run.
-KERNEL(n_threads, 1) bwd_02_tiled__dq(const __grid_constant__ Args args) {
+KERNEL(n_threads, blocks_per_sm) bwd_02_tiled__dq(const __grid_constant__ Args args) {
   if constexpr (deterministic) {
     SHARED_MEMORY(SmemDq, smem);
     const int thread = threadIdx.x, lane = thread % 32;

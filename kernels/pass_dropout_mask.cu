@@ -1,7 +1,7 @@
 // pass_dropout_mask.cu - which weights dropout keeps, as an array.   any GPU
 //
-// Algorithm    = philox.dropout_keep, bit for bit.   mask[b, h, i, j] = Philox word of (i, j) >= threshold, u8;
-//              written where args.mask points
+// Algorithm    = philox.dropout_keep, bit for bit.   mask[b, h, i, j] = Philox word of (i, j) >= threshold
+//              u8, written where args.mask points
 // Grid         x: one warp per row of the mask;  a lane takes 4 neighbouring keys: one Philox call
 #include "lib/params.cuh"
 #include "lib/philox.cuh"
