@@ -181,7 +181,7 @@ def by_shape(name: str, found: Sequence[Record]) -> str:
         own = [cell for cell in cells if cell[0]["shape"]["direction"] == direction]
         if not own:
             continue
-        names = [n for n in columns([c[0] for c in own]) if any(_shown(c[0], n, metric) for c in own)]
+        names = [n for n in columns([c[0] for c in own]) if any(_has_cell(c[0], n, metric) for c in own)]
         attention = [n for n in names if not n.startswith("matmul")]
         share = ["of matmul"] if metric == "tflops" else []
         head = [direction, *("cuflash" if n == "auto" else n for n in attention), *share, "kernel"]
@@ -211,6 +211,11 @@ def by_shape(name: str, found: Sequence[Record]) -> str:
             body.append([*row, *shares, f"`{kernel}`" if kernel else ""])
         parts.append(markdown(head, body))
     return "\n\n".join(parts)
+
+
+def _has_cell(result: dict[str, Any], asked: str, metric: str) -> bool:
+    line = line_of(result, asked)
+    return line is not None and (line["status"] == "wrong" or value(line, metric) is not None)
 
 
 def _shown(result: dict[str, Any], asked: str, metric: str) -> float | None:

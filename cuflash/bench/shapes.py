@@ -125,6 +125,11 @@ def grid(
     causal: Sequence[bool] = (False, True), tokens: int = TOKENS, hidden: int = HIDDEN,
 ) -> tuple[Shape, ...]:  # fmt: skip
     """Every combination, in the order head_dim, length, causal; what `sizes` says comes first."""
+    of_one = (sizes.head_dim_v, sizes.len_k, sizes.batch, sizes.heads, sizes.heads_k)
+    single = [n for n in (*of_one, sizes.tokens, sizes.hidden) if n is not None]
+    given = [*(sizes.head_dims or ()), *(sizes.lengths or ()), *single]
+    if min(given, default=1) < 1:
+        raise CuflashError(f"bench: a size is {min(given)}; every size needs to be 1 or more.")
     found = []
     for dtype_ in sizes.dtypes or (dtype,):
         for direction in directions:
@@ -134,8 +139,6 @@ def grid(
                         plain = _plain(direction, head_dim, length, is_causal, dtype_, tokens, hidden, sizes)
                         found.append(plain)
     for shape in found:
-        if min(shape.sizes) < 1:
-            raise CuflashError(f"bench: {shape.label()}: every size needs to be 1 or more.")
         if shape.heads % shape.heads_k:
             raise CuflashError(f"bench: {shape.heads} heads are no multiple of {shape.heads_k} key heads.")
     return tuple(dict.fromkeys(found))

@@ -1,0 +1,371 @@
+"""`cuflash bench`: the command, its records, regressions, tables, plots and profiles."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from bench_help import SMALL, bench, fake_record
+
+from cuflash import devices, nvml, records
+from cuflash.bench import (
+    against,
+    markdown,
+    plots,
+    profile,
+    report,
+    roofs,
+    shapes,
+)
+from cuflash.errors import CuflashError
+
+TEXT = "before\n<!-- forward -->\nold\n<!-- /forward -->\nafter\n"
+
+
+# ---- the command
+
+
+def test_bench_cpu_is_right_and_recorded(capsys, tmp_path):
+    path, plot = tmp_path / "cpu.json", tmp_path / "cpu.svg"
+    code, out, _ = bench(
+        capsys, "cpu", "--tiny", "--peers", "--rounds", "1", "--record", str(path), "--plot", str(plot)
+    )  # fmt: skip
+    assert code == 0 and f"record: {path}" in out.replace("\n", "") and "results checked" in out
+    record = records.read(path)
+    assert (record["kind"], record["suite"], record["own"], record["stopped"]) == (
+        "bench-cpu",
+        "cpu",
+        True,
+        False,
+    )
+    assert record["environment"]["cpu"] and "N(0,1)" in record["distribution"]
+    names = {"numpy", "numpy_unfused", "matmul numpy"}
+    directions = set()
+    for one in record["results"]:
+        directions.add(one["shape"]["direction"])
+        lines = {line["name"]: line for line in one["lines"]}
+        assert names <= set(lines) and "torch_cpu" in lines
+        for line in lines.values():
+            assert line["status"] in ("measured", "missing")
+            if line["status"] == "measured":
+                assert line["seconds"] > 0 and line["n"] == 4
+            if line["kind"] != "roof" and line["status"] == "measured":
+                assert 0 < line["error_over_limit"] <= 1
+    assert directions == {"forward", "backward"}
+    assert plot.read_text().startswith("<?xml")
+    code, out, _ = bench(capsys, "--show", str(path), "--plot", str(tmp_path / "again.png"))
+    assert code == 0 and "numpy_unfused" in out
+    assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("suite", ["forward", "backward", "short", "decode", "float32", "memory", "host"])
+def test_every_suite_runs_without_a_gpu(capsys, suite):
+    if devices.gpu_count():
+        pytest.skip("says what it says without a GPU")
+    code, out, _ = bench(capsys, suite, "--tiny", "--rounds", "1", "--no-record", "--launches", "1")
+    assert code == 0
+    assert "no CUDA GPU here: kernels are not measured, this is the NumPy path" in out
+    assert "numpy" in out and "record:" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (("nonsense",), "unknown suite 'nonsense'"),
+        (("ladder", "--device", "cpu"), "there is no CUDA GPU here"),
+        (("--device", "gpu"), "CuPy sees no CUDA device"),
+        (("cpu", "--dtype", "int8"), "unknown dtype int8"),
+        (("cpu", "--with", "rope"), "known are alibi_slopes"),
+        (("cpu", "--kernels", "fwd_99"), "unknown kernel fwd_99"),
+        (("cpu", "--plot", "x.pdf"), "neither .svg nor .png"),
+        (("--profile", "fwd_99"), "unknown kernel 'fwd_99'"),
+        (("--profile", "fwd_02_tiled"), "there is none here"),
+        (("cpu", "--peers", "xformers"), "unknown peer xformers"),
+    ],
+)
+def test_bad_input_is_refused_in_words(capsys, arguments, says):
+    if devices.gpu_count() and says.endswith(("here", "device")):
+        pytest.skip("there is a GPU")
+    code, _, err = bench(capsys, *arguments)
+    assert code == 2 and says in err
+
+
+def test_help_names_every_suite(capsys):
+    code, out, _ = bench(capsys, "--help")
+    assert code == 0
+    for name in shapes.SUITES:
+        assert f"\n  {name} " in out
+
+
+def test_options_reach_the_call(capsys, tmp_path):
+    path = tmp_path / "own.json"
+    sizes = "--len 40 --batch 2 --heads 4 --heads-k 2 --head-dim 16 --causal yes --window 9 none --softcap 5"
+    rest = f"--device cpu --with sink,bias --rounds 1 --pause 0 --record {path}"
+    arguments = ("forward", *sizes.split(), *rest.split())
+    code, out, _ = bench(capsys, *arguments)
+    assert code == 0, out
+    record = records.read(path)
+    (one,) = record["results"]
+    assert dict(map(tuple, one["shape"]["settings"])) == {"causal": True, "window": [9, None], "softcap": 5.0}
+    assert one["shape"]["drawn"] == ["sink", "bias"] and one["shape"]["heads_k"] == 2
+    assert one["lines"][0]["status"] == "measured" and 0 < one["lines"][0]["error_over_limit"] <= 1
+
+
+def test_ctrl_c_leaves_a_record(tmp_path):
+    path = tmp_path / "stopped.json"
+    command = [sys.executable, "-m", "cuflash", "bench", "cpu", "--len", "256", "--rounds", "200",
+               "--record", str(path)]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(6)
+    assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, (out, err)
+    record = records.read(path)
+    assert record["stopped"] and record["results"][0]["lines"][0]["n"] > 1
+    assert record["results"][0]["lines"][0]["error_over_limit"] <= 1
+    assert "stopped by Ctrl-C" in out
+
+
+# ---- records against records
+
+
+def test_what_became_slower():
+    before = fake_record(1.0e-3)
+    assert not [x for x in against.compare(fake_record(1.02e-3), before) if x.slower]  # within 3 %
+    changes = against.compare(fake_record(1.10e-3), before)
+    assert [x.name for x in changes if x.slower] == ["fwd_02_tiled"]
+    assert [x.name for x in against.kernels_slower(changes, fake_record())] == ["fwd_02_tiled"]
+    assert "1.00 ms -> 1.10 ms (+10.0 %, spread explains 3.0 %)" in str(changes[0])
+    assert [x.name for x in against.compare(fake_record(0.9e-3), before) if x.faster] == ["fwd_02_tiled"]
+
+
+def test_a_wide_spread_explains_more():
+    noisy = fake_record(1.10e-3)
+    noisy["results"][0]["lines"][0]["spread"] = 0.12
+    assert not [x for x in against.compare(noisy, fake_record()) if x.slower]
+
+
+def test_records_that_do_not_compare():
+    with pytest.raises(CuflashError, match="made on NVIDIA A100, this is NVIDIA H200"):
+        against.compare(fake_record(), fake_record(card="NVIDIA A100"))
+    with pytest.raises(CuflashError, match="nothing in common"):
+        against.compare(fake_record(), fake_record(results=[]))
+
+
+def test_against_a_record_from_the_command_line(capsys, tmp_path):
+    path = tmp_path / "now.json"
+    common = ("cpu", "--tiny", "--causal", "no", "--rounds", "1")
+    assert bench(capsys, *common, "--record", str(path))[0] == 0
+    record = records.read(path)
+    for one in record["results"]:
+        for line in one["lines"]:
+            line["seconds"], line["spread"] = line["seconds"] / 1e6, 0.0
+    path.write_text(json.dumps(record))
+    code, out, _ = bench(capsys, *common, "--no-record", "--against", str(path))
+    assert code == 1 and "slower: numpy, " in out.replace("\n", " ")
+    for one in record["results"]:
+        for line in one["lines"]:
+            line["seconds"] *= 1e12
+    path.write_text(json.dumps(record))
+    code, out, _ = bench(capsys, *common, "--no-record", "--against", str(path))
+    assert code == 0 and ", 0 slower, " in out
+
+
+# ---- tables of the READMEs
+
+
+def test_tables_stand_between_their_markers():
+    text = markdown.filled(TEXT, [fake_record()])
+    assert text.startswith("before\n<!-- forward -->\nNVIDIA H200, driver 580.1") and text.endswith("after\n")
+    assert "old" not in text and "(stale)" not in text
+    row = next(line for line in text.splitlines() if line.startswith("| d 16"))
+    assert "**600**" in row and " 500 " in row and "62 %" in row and "`fwd_02_tiled`" in row
+    assert markdown.filled(text, [fake_record()]) == text
+    for word in ("bfloat16", "N(0,1)", "2026-01-01", "SM clock 1,750", "torch 2.11"):
+        assert word in text
+
+
+def test_a_changed_kernel_is_marked_stale():
+    record = fake_record()
+    record["sources"]["fwd_02_tiled"] = "0" * 64
+    text = markdown.filled(TEXT, [record])
+    assert "500 (stale)" in text and "600 (stale)" not in text
+
+
+def test_without_a_record_the_command_is_named():
+    assert "`cuflash bench forward --peers`" in markdown.filled(TEXT, [])
+
+
+def test_the_newest_run_of_a_shape_is_shown_whole():
+    old, new = fake_record(1e-3), fake_record(2e-3, date="2026-02-01T00:00:00")
+    text = markdown.filled(TEXT, [old, new])
+    assert " 250 " in text and " 500 " not in text and "2026-02-01" in text and "2026-01-01" not in text
+    own = fake_record(4e-3, date="2026-03-01T00:00:00", own=True)
+    assert markdown.filled(TEXT, [old, new, own]) == text
+    other = fake_record(4e-3, card="Tesla T4", date="2025-01-01T00:00:00")
+    assert markdown.filled(TEXT, [other, old, new]) == text
+
+
+def test_wrong_results_are_shown_as_such():
+    record = fake_record()
+    record["results"][0]["lines"][0].update(status="wrong", says="out: error")
+    assert "| wrong |" in markdown.filled(TEXT, [record])
+
+
+def test_the_ladder_has_a_line_per_rung():
+    record = fake_record(suite="ladder")
+    record["results"][0]["lines"][0]["asked"] = "fwd_02_tiled"
+    text = markdown.render("ladder", [record])
+    assert "| `fwd_02_tiled` | 500 (62 %) |" in text and "| `std_00_unfused` |  |" in text
+
+
+def test_profiles_are_shown_with_their_limiter():
+    record = fake_record(kind="profile", label="d 64", kernels=[{
+        "kernel": "fwd_02_tiled", "utilisation": {"FMA": 72.4, "shared": 50.0}, "occupancy": 25.0,
+        "dram_bytes": 2.5e9, "limiter": "FMA (72 %)",
+    }])  # fmt: skip
+    text = markdown.render("profile", [record])
+    assert "| `fwd_02_tiled` | d 64 |  |  | 72 % |" in text and "| 25 % | 2.50 | FMA (72 %) |" in text
+
+
+def test_the_readmes_are_what_the_command_would_write():
+    if records.folder().name != "measured":
+        pytest.skip("an installed package has no READMEs")
+    for path, text in markdown.texts().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run `cuflash bench --tables`"
+
+
+def test_tables_are_written_by_the_command(capsys, tmp_path, monkeypatch):
+    (tmp_path / "kernels" / "measured").mkdir(parents=True)
+    for name in markdown.FILES:
+        (tmp_path / name).write_text(TEXT)
+    (tmp_path / "kernels" / "measured" / "bench.json").write_text(json.dumps(fake_record()))
+    (tmp_path / "kernels" / "measured" / "broken.json").write_text("{")
+    monkeypatch.setattr(records, "folder", lambda: tmp_path / "kernels" / "measured")
+    code, out, _ = bench(capsys, "--tables")
+    assert code == 0 and "**600**" in (tmp_path / "README.md").read_text()
+    assert str(tmp_path / "kernels" / "README.md") in out
+    assert bench(capsys, "--tables")[1] == "every table is as it should be\n"
+
+
+# ---- plots, profiles, roofs
+
+
+@pytest.mark.parametrize("suite", ["forward", "ladder", "memory"])
+def test_plots_of_records(suite, tmp_path):
+    record = fake_record(suite=suite, metric="bytes" if suite == "memory" else "tflops")
+    for line in record["results"][0]["lines"]:
+        line["extra_bytes"] = 10**6
+    path = plots.save(record, tmp_path / f"{suite}.svg")
+    text = path.read_text()
+    assert text.startswith("<?xml") and len(text) > 5000
+    assert plots.save(record, tmp_path / "again.svg").read_text() == text  # the same bytes every time
+
+
+def test_nothing_to_plot(tmp_path):
+    with pytest.raises(CuflashError, match="nothing was measured"):
+        plots.save(fake_record(results=[]), tmp_path / "x.svg")
+
+
+NCU = """==PROF== Connected to process 1
+noise
+"ID","Kernel Name","gpu__time_duration.sum","dram__bytes_read.sum","dram__bytes_write.sum",\
+"sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active","sm__inst_issued.avg.pct_of_peak_sustained_active",\
+"sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",\
+"l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed","launch__registers_per_thread",\
+"sm__warps_active.avg.pct_of_peak_sustained_active",\
+"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
+"","","us","Mbyte","Kbyte","%","%","%","%","register/thread","%","inst","inst"
+"0","fwd_02_tiled(Args)","1,234.5","2.5","500","41.0","33.1","{tensor}","51","168","18.5","1.0","3.0"
+==PROF== Disconnected
+"""
+
+
+def test_ncu_is_read():
+    (one,) = profile.parse(NCU.replace("{tensor}", "78.2"))
+    assert one.kernel == "fwd_02_tiled" and one.milliseconds == pytest.approx(1.2345)
+    assert one.utilisation == {"tensor": 78.2, "MUFU": 41.0, "issue": 33.1, "shared": 51.0}
+    assert one.dram_bytes == pytest.approx(3.0e6) and one.registers == 168 and one.occupancy == 18.5
+    assert one.stalls == {"long_scoreboard": 0.75, "wait": 0.25} and one.limiter == "tensor (78 %)"
+    (idle,) = profile.parse(NCU.replace("{tensor}", "20"))
+    assert idle.limiter == "waiting, mostly long scoreboard (busiest: shared 51 %)"
+    assert profile.parse("==ERROR== no rights") == []
+
+
+def test_without_ncu_it_says_so(monkeypatch):
+    monkeypatch.setattr(profile, "find_ncu", lambda: None)
+    with pytest.raises(CuflashError, match="needs Nsight Compute"):
+        profile.profile("fwd_02_tiled", SMALL)
+
+
+def test_what_ncu_says_is_passed_on(monkeypatch, tmp_path):
+    fake = tmp_path / "ncu"
+    fake.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM - no permission'\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(profile, "find_ncu", lambda: str(fake))
+    with pytest.raises(CuflashError, match="ERR_NVGPUCTRPERM"):
+        profile.profile("fwd_02_tiled", SMALL)
+
+
+def test_roofs():
+    h200 = devices.named("sm_90")
+    assert roofs.peak(h200, "bfloat16", 1.755e9) == 132 * 4096 * 1.755e9
+    assert roofs.peak(h200, "float32", 1e9) == 132 * 256 * 1e9
+    assert roofs.peak(h200, "float32", 1e9, "tf32") == 132 * 2048 * 1e9
+    assert roofs.peak(h200, "bfloat16", None) is None
+    assert roofs.peak(devices.named("sm_87"), "bfloat16", 1e9) is None
+
+
+def test_nvml_is_not_needed():
+    if devices.gpu_count():
+        assert nvml.sm_clock(nvml.bus_id_of(0)) > 100
+    else:
+        assert nvml.sm_clock("0000:00:00.0") is None and nvml.power("0000:00:00.0") is None
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [
+        (683.4, "683"),
+        (4.256, "4.26"),
+        (0.0123, "0.0123"),
+        (0, "0"),
+        (None, ""),
+        (12345.6, "12,346"),
+        (math.inf, "inf"),
+    ],
+)
+def test_three_digits(number, text):
+    assert report.digits(number) == text
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suite", ["forward", "backward", "decode", "memory", "host", "ladder"])
+def test_suites_on_a_gpu(capsys, tmp_path, suite):
+    path = tmp_path / "gpu.json"
+    code, out, _ = bench(capsys, suite, "--tiny", "--rounds", "2", "--record", str(path))
+    assert code == 0, out
+    record = records.read(path)
+    own = [line for one in record["results"] for line in one["lines"] if line["kind"] == "cuflash"]
+    assert own and all(line["status"] == "measured" for line in own), report.notes(record)
+    assert all(0 < line["error_over_limit"] <= 1 for line in own)
+
+
+@pytest.mark.gpu
+def test_short_kernels_are_replayed_on_a_gpu(capsys, tmp_path):
+    path = tmp_path / "gpu.json"
+    code, out, _ = bench(capsys, "short", "--tiny", "--rounds", "2", "--record", str(path))
+    assert code == 0, out
+    for one in records.read(path)["results"]:
+        (own,) = [line for line in one["lines"] if line["kind"] == "cuflash"]
+        assert own["graph"] and one["sets"] > 1 and 0 < own["error_over_limit"] <= 1
