@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,26 +21,24 @@ WAIT = re.compile(
     r"|wgmma_(?:fence|commit|wait)|bulk_(?:commit|wait_read|wait)|wait_for_tiles)\s*(?:<[^<>;]*>)?\s*\("
 )
 # where the instructions themselves are defined
-WRAPPERS = {
-    "warp",
-    "barrier",
-    "cp_async",
-    "mbarrier",
-    "tma",
-    "cluster",
-    "wgmma",
-    "emulated",
-    "memory",
-    "platform",
-}
+WRAPPERS = {"warp", "barrier", "cp_async", "mbarrier", "tma", "cluster", "wgmma"}
+WRAPPERS |= {"emulated", "memory", "platform"}
 SEEDS = (1, 2, 3, 0)
+DETERMINISTIC = ("ragged grouped heads", "alibi", "block mask", "bias by key", "bias by head and query")
 # Besides the quick cases: what only these make a kernel walk.
-MORE = ("long", "head_dim 320 v 257", "block mask", "everything")
+MORE = (
+    "long",
+    "head_dim 320 v 257",
+    "bias by key",
+    "bias by head and query",
+    "alibi by batch",
+    "both lengths causal",
+)
 
 
 @dataclass(frozen=True)
 class Site:
-    """One call to delete.  file: path below kernels/.  line: from 1.  start, end: of the statement in the line."""
+    """One call to delete.  file: path below kernels/.  line: from 1.  start, end: columns of the statement."""
 
     file: str
     line: int
@@ -113,43 +112,56 @@ def chosen_cases() -> list[Case]:
     return [case for case in cases() if case.quick or case.name in MORE]
 
 
-def outcome(
-    row: str, case: Case, dtype: str, seed: int, known: dict[tuple[str, str], checks.Expected]
-) -> str:
-    """What `cuflash check` says of one case in one order of threads: "passed", or a status and a sentence."""
-    if (case.name, dtype) not in known:
-        known[case.name, dtype] = checks.Expected(case, dtype)
-    for direction, table in (("forward", rows.FORWARD), ("backward", rows.BACKWARD)):
-        if any(r.name == row for r in table):
-            with emulator.options(seed=seed, stall_seconds=5), np.errstate(all="ignore"):
-                line = checks.one(row, direction, known[case.name, dtype], np)
-            assert "does not compile" not in line.message, line.message
-            if line.status != "passed":
-                return f"{line.status}: {line.message}"
-    return "passed"
+class Checks:
+    """The emulated checks of one row.  Expected results are computed once."""
+
+    def __init__(self, row: str, dtypes: tuple[str, ...]):
+        self.row = row
+        self.directions = [
+            direction
+            for direction, table in (("forward", rows.FORWARD), ("backward", rows.BACKWARD))
+            if any(r.name == row for r in table)
+        ]
+        self.runs = []  # (words, direction, Expected)
+        for case in chosen_cases():
+            for dtype in dtypes:
+                expected = checks.Expected(case, dtype)
+                for direction in self.directions:
+                    self.runs.append((f"{case.name}, {dtype}, {direction}", direction, expected))
+                    if direction == "backward" and case.name in DETERMINISTIC:
+                        again = copy.copy(expected)
+                        again.options = {**expected.options, "deterministic": True}
+                        self.runs.append((f"{case.name}, {dtype}, deterministic", direction, again))
+
+    def keep_what_passes(self) -> None:
+        """Forget what the row refuses, and what it fails as it is: other tests report that."""
+        self.runs = [run for run in self.runs if self.outcome(run, 0) == "passed"]
+        assert self.runs, f"{self.row} passes nothing"
+
+    def outcome(self, run: tuple[str, str, checks.Expected], seed: int) -> str:
+        """What `cuflash check` says of one case in one order of threads: "passed", or status and sentence."""
+        with emulator.options(seed=seed, stall_seconds=5), np.errstate(all="ignore"):
+            line = checks.one(self.row, run[1], run[2], np)
+        assert "does not compile" not in line.message, line.message
+        return line.status if line.status == "passed" else f"{line.status}: {line.message}"
+
+    def notice(self) -> str | None:
+        """The first thing that is wrong, in any case and any order of threads."""
+        for run in self.runs:
+            for seed in SEEDS:
+                said = self.outcome(run, seed)
+                if said != "passed":
+                    return f"{run[0]}, seed {seed}: {said}"
+        return None
 
 
 def search(row: str, folder: Path, dtypes: tuple[str, ...]) -> dict[Site, str | None]:
     """Site -> what noticed its deletion (case, dtype, seed and message), None when nothing did."""
-    known: dict[tuple[str, str], checks.Expected] = {}
-    runs = []
-    found = {}
     with without(None, folder / "sound"):  # a copy that stays as it is
-        for case in chosen_cases():
-            for dtype in dtypes:
-                sound = outcome(row, case, dtype, 0, known)
-                assert not sound.startswith("failed"), f"{row} as it is: {sound}"
-                if sound == "passed":
-                    runs.append((case, dtype))
+        all_checks = Checks(row, dtypes)
+        all_checks.keep_what_passes()
+        found = {}
         for site in sites_of(row):
             with without(site, folder):
-                found[site] = next(_noticed(row, runs, known), None)
+                found[site] = all_checks.notice()
     return found
-
-
-def _noticed(row: str, runs: list[tuple[Case, str]], known: dict) -> Iterator[str]:
-    for case, dtype in runs:
-        for seed in SEEDS:
-            said = outcome(row, case, dtype, seed, known)
-            if said != "passed":
-                yield f"{case.name}, {dtype}, seed {seed}: {said}"

@@ -72,6 +72,8 @@ static TensorMapData read_map(const void* map, Coordinates at, Here here) {
   if (data.magic != tensor_map_magic) fail(here, "this is no tensor map of the emulator (cuflash/tensormap.py makes them)");
   if (reinterpret_cast<u64>(map) % 64 != 0) fail(here, "the tensor map is not 64-byte aligned: pass it as const __grid_constant__");
   if (data.rank != at.rank) fail(here, "%d coordinates for a tensor map of %d axes", at.rank, data.rank);
+  if (at.at[0] * data.itemsize % 16 != 0)   // an illegal instruction on the device
+    fail(here, "the first coordinate, %d elements of %d bytes, is no multiple of 16 bytes", at.at[0], data.itemsize);
   return data;
 }
 
