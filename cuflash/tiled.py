@@ -10,6 +10,9 @@ held.  K and V come in tiles, and a query row keeps three things, enough to take
 When a tile brings a score far above m, m is raised, and l and O, made with the old m, shrink by
 exp(old m - new m).  The result is exact, in whatever order the keys come.
 
+m is there so that exp does not overflow.  Often it cannot anyway, for |q . k| <= |q| |k|: as long as that is
+small, m stays 0 and nobody looks for a maximum.
+
 | file | what |
 |---|---|
 | tiled.py | the loop of the forward |
@@ -20,8 +23,6 @@ exp(old m - new m).  The result is exact, in whatever order the keys come.
 
 Sources: Dao et al., "FlashAttention" (2022), algorithm 1; Dao, "FlashAttention-2" (2023), order of loops;
 FlashAttention-4 (2025), raising m only when it matters.
-
-Tried        see _MEASURED below
 """
 
 # ruff: noqa: E741  (l and O are the papers' names)
@@ -37,16 +38,17 @@ from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence, sequences
 from cuflash.results import allocate_missing
 from cuflash.tiled_backward import backward
-from cuflash.tiled_scores import FAST, Buffers, Head, product
+from cuflash.tiled_scores import FAST, Buffers, Head, largest_norm, product
 from cuflash.tiled_visible import cut, tile_size
 from cuflash.tiled_workers import Queue, Turn, n_flop, run
 
 __all__ = ["backward", "forward"]
 
-TILE_Q = 1024  # query rows of an item, at most
+TILE_Q = 2048  # query rows of an item, at most
 TILE_KV = 256
-N_ITEMS = 32  # a small problem is cut into about so many items: work for that many threads
+N_ITEMS = 16  # a small problem is cut into about so many items: work for that many threads
 SLACK = 8  # a score may lie this far above m, in its base, before m is raised: weights up to 2^8 do no harm
+SMALL, SMALL_V = 40, 2.0**40  # |q| |k| and |v| up to which no exponential, and no sum of them, overflows
 
 
 class QueryTile(NamedTuple):
@@ -87,10 +89,12 @@ def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarra
 
 def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffers: Buffers) -> None:
     """Queries [i0, i1) of one head: the loop over key tiles.  Writes out (n, head_dim_v) and lse (n,)."""
-    exp, log, units = head.base
+    exp, small_exp, log, units = head.base
     m, l = start(head, i1 - i0)
     O = buffers.zeros("O", i1 - i0, out.shape[1])
     Q = buffers.load_with("Q", head.q[i0:i1], head.column(m), factor=head.q_factor)  # [scale Q, -m]
+    longest_q = largest_norm(Q[:, :-1])
+    is_small = head.is_plain and head.sink is None
 
     for r0, r1, j0, j1 in head.visible.key_tiles(i0, i1, TILE_KV):
         rows = slice(r0 - i0, r1 - i0)  # those that see a key of this tile
@@ -98,13 +102,17 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
         V = buffers.load("V", head.v[j0:j1])
 
         S = np.matmul(Q[rows], K.T, out=buffers.empty("S", r1 - r0, j1 - j0))
-        head.change(S, m[rows], r0, j0, buffers)  # scores, above m
-        if not (S.max() <= SLACK and l[rows].min() > 0):  # said so that NaN takes this way too
-            raise_maximum(head, S, m[rows], l[rows], O[rows])
-            Q[rows, -1] = head.column(m[rows])
-
-        pairs = head.visible_pairs(S, V)
-        P = exp(S, out=S)
+        is_small = is_small and longest_q * largest_norm(K) <= SMALL and largest_norm(V) <= SMALL_V
+        if is_small:  # m is 0, and may stay so
+            P = small_exp(S, out=S)
+            head.visible.hide(P, r0, j0, 0)
+            pairs = None
+        else:
+            head.change(S, m[rows], r0, j0, buffers)  # scores, above m
+            if keep_maximum(head, S, m[rows], l[rows], O[rows]):
+                Q[rows, -1] = head.column(m[rows])
+            pairs = head.visible_pairs(S, V)
+            P = exp(S, out=S)
         l[rows] += P @ np.ones(j1 - j0, P.dtype)
         if head.dropout is not None:
             np.copyto(P, 0, where=head.dropped(r0, r1, j0, j1))
@@ -113,7 +121,9 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
     np.divide(m + log(l), units, out=lse)  # natural; -inf where nothing was seen
     if head.dropout is not None:
         l *= 1 - head.dropout
-    np.divide(O, l[:, None], out=O, where=O != 0)  # a row that saw nothing has O = 0 and l = 0
+    l[l == 0] = 1  # a row that saw nothing: O is 0
+    # dropout may take all weights of a row that is NaN: O is 0, and l is NaN
+    np.divide(O, l[:, None], out=O, where=True if head.dropout is None else O != 0)
     np.copyto(out, O, casting="unsafe")
 
 
@@ -125,6 +135,24 @@ def start(head: Head, n: int) -> tuple[np.ndarray, np.ndarray]:
         m[:] = head.sink * head.number(head.base.units) if is_finite else 0
         l[:] = 1 if is_finite else np.nan
     return m, l
+
+
+def keep_maximum(head: Head, S: np.ndarray, m: np.ndarray, l: np.ndarray, O: np.ndarray) -> bool:
+    """Raise m in place where the scores S (n, n_keys), which are above m, ask for it.  Returns: has it moved?
+
+    Comparisons are worded so that NaN, too, asks for it.
+    """
+    has_moved = False
+    if not l.min() > 0:
+        unseen = np.flatnonzero(l == 0)  # rows that may see their first key here: neighbours, when causal
+        if unseen.size:
+            new = slice(unseen[0], unseen[-1] + 1)
+            raise_maximum(head, S[new], m[new], l[new], O[new])
+            has_moved = True
+    if not S.max() <= SLACK:
+        raise_maximum(head, S, m, l, O)
+        has_moved = True
+    return has_moved
 
 
 def raise_maximum(head: Head, S: np.ndarray, m: np.ndarray, l: np.ndarray, O: np.ndarray) -> None:

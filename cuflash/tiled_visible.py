@@ -6,6 +6,7 @@ all (the others are never computed), and which pairs of such a tile are hidden.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -88,29 +89,35 @@ class Visible:
         runs = np.clip(edges, begin, end).reshape(-1, 2).tolist()
         return [tile for run in runs for tile in cut(*run, size)]
 
-    def hide(self, S: np.ndarray, i0: int, j0: int) -> None:
-        """Write -inf into the hidden pairs of the tile S that starts at (i0, j0); others stay as they are."""
-        i1, j1 = i0 + S.shape[0], j0 + S.shape[1]
+    def hide(self, tile: np.ndarray, i0: int, j0: int, value: float) -> None:
+        """Write value into the hidden pairs of the tile at (i0, j0): -inf into scores, 0 into weights."""
+        i1, j1 = i0 + tile.shape[0], j0 + tile.shape[1]
         if self.last is not None:  # the corner of early queries and late keys
             end = min(max(j1 - 1 - self.last, i0), i1)
             start = min(max(i0 + self.last + 1, j0), j1)
-            visible = np.tri(end - i0, j1 - start, i0 + self.last - start, bool)
-            np.copyto(S[: end - i0, start - j0 :], -np.inf, where=~visible)
+            visible = triangle(end - i0, j1 - start, i0 + self.last - start)
+            np.copyto(tile[: end - i0, start - j0 :], value, where=~visible)
         if self.first is not None:  # the corner of late queries and early keys
             start = min(max(j0 - self.first + 1, i0), i1)
             end = min(max(i1 - 1 + self.first, j0), j1)
-            hidden = np.tri(i1 - start, end - j0, start + self.first - j0 - 1, bool)
-            np.copyto(S[start - i0 :, : end - j0], -np.inf, where=hidden)
+            hidden = triangle(i1 - start, end - j0, start + self.first - j0 - 1)
+            np.copyto(tile[start - i0 :, : end - j0], value, where=hidden)
         if self.mask is not None:
             visible = part(self.mask, i0, i1, j0, j1)
             if not visible.all():
-                np.copyto(S, -np.inf, where=~visible)
+                np.copyto(tile, value, where=~visible)
         if self.block_mask is not None:
             kept = kept_blocks(self.block_mask, self.sequence.b, self.h, (i0, i1), (j0, j1))
             if not kept.all():
                 rows = np.arange(i0, i1) // self.block_mask.block_q - i0 // self.block_mask.block_q
                 columns = np.arange(j0, j1) // self.block_mask.block_k - j0 // self.block_mask.block_k
-                np.copyto(S, -np.inf, where=~kept[rows[:, None], columns])
+                np.copyto(tile, value, where=~kept[rows[:, None], columns])
+
+
+@functools.lru_cache(maxsize=8)
+def triangle(n: int, m: int, k: int) -> np.ndarray:
+    """bool (n, m): True on and below the k-th diagonal.  Tiles along an edge mostly ask for the same one."""
+    return np.tri(n, m, k, bool)
 
 
 def kept_blocks(
