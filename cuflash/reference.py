@@ -38,7 +38,7 @@ from cuflash.arrays import module_of
 from cuflash.check import check
 from cuflash.philox import dropout_keep
 from cuflash.problem import Operands, Problem
-from cuflash.reference_scores import Arithmetic, Sequence, product, scores, sequences, slope_index, to_host
+from cuflash.reference_scores import Arithmetic, Sequence, scores, sequences, slope_index, to_host
 
 FLOAT64 = Arithmetic("float64")
 LONGDOUBLE = Arithmetic("longdouble")  # judges float64 kernels; NumPy only, small sizes only
@@ -165,7 +165,7 @@ def forward(
             P, lse[b, h, place] = softmax(S, sink_of(operands, h, arithmetic))
             P = arithmetic.round(xp.where(visible, P, 0))
             Z = dropout_factor(problem, operands, sequence, h, i, j, arithmetic)
-            O_rows = sum_over_visible(xp.where(Z == 0, 0, Z * P), V, visible)
+            O_rows = sum_over_visible(xp.where(Z == 0, 0, Z * P), V, visible, arithmetic)
             O[b, place, h] = arithmetic.round_result(O_rows, result_dtype(problem, arithmetic))
     return O, lse
 
@@ -224,12 +224,12 @@ def backward(
             S, visible, dcap, distance = scores(problem, operands, sequence, h, i, j, arithmetic)
             P = arithmetic.round(xp.where(visible, xp.exp(S - lse[:, None]), 0))
             Z = dropout_factor(problem, operands, sequence, h, i, j, arithmetic)
-            dP = arithmetic.round(product(dO, V.T))
+            dP = arithmetic.round(arithmetic.product(dO, V.T))
             dP = xp.where(Z == 0, 0, Z * dP)
             dS = arithmetic.round(xp.where(visible, P * (dP - delta[:, None]), 0))
 
             ZP = xp.where(Z == 0, 0, Z * P)
-            grads["dv"][b, key_place, h_k] += sum_over_visible(ZP.T, dO, visible.T)
+            grads["dv"][b, key_place, h_k] += sum_over_visible(ZP.T, dO, visible.T, arithmetic)
             if problem.bias is not None:
                 add_to_bias(grads["dbias"], sequence, h, i, j, dS)
             if problem.has_alibi:
@@ -238,8 +238,8 @@ def backward(
             if problem.has_sink:
                 grads["dsink"][h] -= (xp.exp(sink_of(operands, h, arithmetic) - lse) * delta).sum()
             dS = dS * (problem.scale * dcap)
-            grads["dq"][b, place, h] = sum_over_visible(dS, K, visible)
-            grads["dk"][b, key_place, h_k] += sum_over_visible(dS.T, Q, visible.T)
+            grads["dq"][b, place, h] = sum_over_visible(dS, K, visible, arithmetic)
+            grads["dk"][b, key_place, h_k] += sum_over_visible(dS.T, Q, visible.T, arithmetic)
     dtypes = dict.fromkeys(("dq", "dk", "dv"), result_dtype(problem, arithmetic))
     dtypes |= {"dbias": problem.bias, "dsink": problem.accumulator, "dalibi_slopes": problem.accumulator}
     return {name: arithmetic.round_result(grads[name], dtypes[name]) for name in names}
@@ -278,14 +278,14 @@ def add_to_bias(dbias: Any, sequence: Sequence, h: int, i: Any, j: Any, dS: Any)
 # ---- shared by both
 
 
-def sum_over_visible(weights: Any, values: Any, visible: Any) -> Any:
+def sum_over_visible(weights: Any, values: Any, visible: Any, arithmetic: Arithmetic) -> Any:
     """weights (n, m) @ values (m, d) over visible pairs alone: the 0 of a hidden pair never meets a NaN."""
     xp = module_of(values)
     weights = xp.where(visible, weights, 0)
     finite = xp.isfinite(values).all(axis=1)
     if bool(finite.all()):
-        return product(weights, values)
-    total = product(weights, xp.where(finite[:, None], values, 0))
+        return arithmetic.product(weights, values)
+    total = arithmetic.product(weights, xp.where(finite[:, None], values, 0))
     for m in np.flatnonzero(~to_host(finite)):
         total = total + xp.where(visible[:, m, None], weights[:, m, None] * values[m], 0)
     return total

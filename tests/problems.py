@@ -376,20 +376,22 @@ def place_poison(rng, poison, arrays, options, sizes, layout):
 # ---- pairwise covering
 
 
-def covering_builds(n=48, seed=0):
+def covering_builds(n=48, seed=0, values=BUILD_VALUES):
     """n Builds in which every two values of two different features meet at least once; always the same list.
+
+    values: feature -> its values; features that are left out stay at their default.
 
     Greedy: each new build starts from a pair not yet met and takes, feature by feature in random order,
     the value that meets most pairs not yet met; of a few such builds the best is kept.  ValueError when n
     is too small.
     """
     rng = np.random.default_rng(seed)
-    names = tuple(BUILD_VALUES)
+    names = tuple(values)
     missing = {
         ((a, x), (b, y))
         for a, b in itertools.combinations(range(len(names)), 2)
-        for x in range(len(BUILD_VALUES[names[a]]))
-        for y in range(len(BUILD_VALUES[names[b]]))
+        for x in range(len(values[names[a]]))
+        for y in range(len(values[names[b]]))
     }
 
     def pairs(chosen):
@@ -402,7 +404,7 @@ def covering_builds(n=48, seed=0):
             if axis not in chosen:
                 gains = [
                     sum(tuple(sorted([(axis, value), item])) in missing for item in chosen.items())
-                    for value in range(len(BUILD_VALUES[names[axis]]))
+                    for value in range(len(values[names[axis]]))
                 ]
                 best = np.flatnonzero(np.array(gains) == max(gains))
                 chosen[axis] = int(rng.choice(best))
@@ -414,9 +416,9 @@ def covering_builds(n=48, seed=0):
             chosen = max((candidate() for _ in range(20)), key=lambda c: len(pairs(c) & missing))
             missing -= pairs(chosen)
         else:
-            chosen = {axis: int(rng.integers(len(BUILD_VALUES[name]))) for axis, name in enumerate(names)}
-        values = {names[axis]: BUILD_VALUES[names[axis]][value] for axis, value in chosen.items()}
-        builds.append(Build(**values))
+            chosen = {axis: int(rng.integers(len(values[name]))) for axis, name in enumerate(names)}
+        features = {names[axis]: values[names[axis]][value] for axis, value in chosen.items()}
+        builds.append(Build(**features))
     if missing:
         raise ValueError(f"{n} builds are too few: {len(missing)} pairs never meet")
     return builds

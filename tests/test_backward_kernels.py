@@ -103,29 +103,6 @@ def same_bits(one, two):
     return len(pairs) >= 3 and all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 
-# Builds in which the options that have a gradient meet the ones that change what is visible.
-BUILDS = (
-    Build(causal=True, alibi=True, sink=True, dlse=True, block_mask=(16, 16)),
-    Build("float16", sequences="packed", softcap=True, bias="same", dropout=True, alibi=True, sink=True),
-    Build("float64", 40, head_dim_v="other", bias="float32", mask=True, window=True, dlse=True),
-    Build(head_dim=8, sequences="both_lengths", bias="same", deterministic=True, dropout=True, sink=True),
-    Build(dtype="bfloat16", head_dim=320, sequences="packed", causal=True, window=True, out_dtype="float32"),
-)
-
-
-@pytest.mark.parametrize("build", BUILDS)
-def test_calls_of_the_contract(build):
-    for call in list_of_calls(6, seed=31, build=build, max_length=65, max_scores=2**14):
-        run(call)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(200))
-def test_any_call_of_the_contract(seed):
-    (call,) = list_of_calls(1, seed=100 + seed, max_length=129, max_scores=2**15)
-    run(call)
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_deterministic_gradients_ignore_the_order_of_threads_and_blocks(seed):
     build = Build(bias="float32", alibi=True, sink=True, deterministic=True, causal=True)
