@@ -27,6 +27,7 @@ from cuflash.bench.truth import SAMPLES
 from cuflash.errors import CuflashError
 from cuflash.problem import FLOAT_DTYPES
 
+WIDTH = 200  # columns of tables that go into a file
 CPU_PAUSE = 0.1  # seconds: threads of BLAS and OpenMP go on spinning after their work
 EXAMPLES = """examples:
   cuflash bench                                    forward and backward, on the GPU or, without one, the CPU
@@ -114,7 +115,8 @@ def _add_sizes(top: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `cuflash bench` and return its exit code."""
     options = parser().parse_args(arguments)
-    out = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    wide = None if sys.stdout.isatty() else WIDTH
+    out = Console(highlight=False, markup=False, emoji=False, soft_wrap=wide is not None, width=wide)
     if options.tables:
         changed = markdown.write()
         print("\n".join(f"written: {path}" for path in changed) or "every table is as it should be")
@@ -202,7 +204,7 @@ def measured(options: argparse.Namespace, place: str, out: Console) -> int:
         if options.tiny:
             pause = 0
         protocol = Rounds(options.rounds, options.launches, pause / 1e3, sustained=options.sustained)
-        chosen = () if options.peers is None else tuple(peers.named(options.peers or None, where))
+        chosen = () if options.peers is None else peers.chosen(options.peers, where, options.grid)
         task = Task(suite, where, options.kernels, chosen, protocol, options.samples)
         with bar(suite.name, len(suite.shapes)) as step:
             done = run(task, step)
@@ -269,9 +271,9 @@ def show_payload(data: dict[str, Any], out: Console) -> None:
         if line.get("error_over_limit") is not None
     ]
     if ratios:
-        out.print(
-            f"{len(ratios)} results checked, largest error / limit {max(ratios):.2f}; {data['seconds']} s"
-        )
+        phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in data.get("phases", {}).items())
+        took = f"{data['seconds']:.0f} s" + (f" ({phases})" if phases else "")
+        out.print(f"{len(ratios)} results checked, largest error / limit {max(ratios):.2f}; {took}")
 
 
 def profiled(options: argparse.Namespace, place: str, out: Console) -> int:

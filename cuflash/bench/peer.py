@@ -22,7 +22,8 @@ class Peer:
 
     module: where the list PEERS has it.  place: "gpu" or "cpu".  needs: modules that must be importable.
     does: options it takes beyond causal.  aligned: where its causal diagonal ends when len_q and len_k
-    differ.  score_arrays: how many float32 arrays of len_q x len_k it holds per head.
+    differ.  score_arrays: how many float32 arrays of len_q x len_k it holds per head.  compiles: it builds
+    something for every shape, and is tried by several children.  best: it may be the fastest there is.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Peer:
     does: tuple[str, ...] = ("scale",)
     aligned = "bottom-right"
     score_arrays = 0.0
+    compiles = False
+    best = False
 
     def missing(self) -> str | None:
         """The module that is not installed, in words."""

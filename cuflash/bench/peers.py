@@ -22,10 +22,20 @@ PEERS: tuple[Peer, ...] = (
     FlashAttention4(),
     JaxAttention("jax_cudnn", "cudnn", HALF, 0.0),
     JaxAttention("jax_xla", "xla", (*HALF, "float32"), 3.5),
-    Unfused("cupy_unfused", "gpu", ("cupy",)),
+    Unfused("cupy_unfused", "gpu", ("cupy",), ("float16", "float32", "float64")),
     Unfused("numpy_unfused", "cpu"),
     Sdpa("torch_cpu", None, ALL, place="cpu"),
 )
+
+
+def chosen(names: tuple[str, ...], place: str, grid: str) -> tuple[Peer, ...]:
+    """Peers named on the command line; without names, all that the grid is for.
+
+    The envelope is the best there is: libraries that hold scores, or offer a kernel that another peer offers
+    too, are left out unless they are named.
+    """
+    found = named(names or None, place)
+    return tuple(peer for peer in found if names or grid != "envelope" or peer.best)
 
 
 def named(names: tuple[str, ...] | None, place: str) -> list[Peer]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from cuflash import cache
 from cuflash.arrays import numpy_dtype
 from cuflash.bench.contenders import Prepared
 from cuflash.bench.inputs import Inputs
@@ -18,10 +20,19 @@ from cuflash.errors import CuflashError
 
 
 def _jax() -> Any:
-    """JAX without its habit of taking three quarters of the GPU's memory at once."""
+    """JAX without its habit of taking three quarters of the GPU's memory at once.
+
+    What the child process that tries a shape compiles is kept on disk for this one.
+    """
+    first = "jax" not in sys.modules
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
+    if first and jax.config.jax_compilation_cache_dir is None:
+        folder = cache.wanted_directory() or cache.temporary_directory()
+        jax.config.update("jax_compilation_cache_dir", str(folder / "jax"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return jax
 
 
@@ -47,6 +58,7 @@ class _JaxPeer(Peer):
     needs: tuple[str, ...] = ("jax",)
     dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")
     aligned = "top-left"
+    compiles = True
 
     def functions(self, inputs: Inputs) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """(q, k, v) -> (out, what the backward needs), and (that, dout) -> (dq, dk, dv)."""
@@ -114,6 +126,7 @@ class FlashAttention3Jax(_JaxPeer):
     name = "fa3_jax"
     needs = ("jax", "flash_attn3_jax_lib")
     dtypes = HALF
+    best = True
     aligned = "bottom-right"
 
     def refuses(self, shape: Shape) -> str | None:

@@ -119,6 +119,7 @@ class Sdpa(_TorchPeer):
                  score_arrays: float = 0.0) -> None:  # fmt: skip
         self.name, self.backend, self.dtypes, self.place = name, backend, dtypes, place
         self.score_arrays = score_arrays
+        self.best = backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION")
 
     def refuses(self, shape: Shape) -> str | None:
         if shape.causal and {"bias", "mask"} & set(shape.drawn):
@@ -158,6 +159,7 @@ class FlashAttention3(_TorchPeer):
     needs = ("torch", "fa3_fwd_interface")
     directions = ("forward",)
     dtypes = HALF
+    best = True
     does = ("scale", "window", "softcap")
     heads_second = False
 
@@ -184,6 +186,7 @@ class FlashAttention4(_TorchPeer):
     name = "fa4"
     needs = ("torch", "flash_attn.cute")
     dtypes = HALF
+    best = compiles = True
     does = ("scale", "window", "softcap")
     heads_second = False
 

@@ -9,7 +9,7 @@ import numpy as np
 from cuflash.arrays import numpy_dtype
 from cuflash.bench.contenders import Prepared
 from cuflash.bench.inputs import Inputs
-from cuflash.bench.peer import HALF, Peer
+from cuflash.bench.peer import ALL, HALF, Peer
 
 
 class Unfused(Peer):
@@ -18,8 +18,10 @@ class Unfused(Peer):
     score_arrays = 3.5
     does = ("scale", "query_offset")
 
-    def __init__(self, name: str, place: str, needs: tuple[str, ...] = ()) -> None:
-        self.name, self.place, self.needs = name, place, needs
+    def __init__(
+        self, name: str, place: str, needs: tuple[str, ...] = (), dtypes: tuple[str, ...] = ALL
+    ) -> None:
+        self.name, self.place, self.needs, self.dtypes = name, place, needs, dtypes
 
     def prepare(self, inputs: Inputs, fresh: bool) -> Prepared:
         n, xp, shape = len(inputs.sets), inputs.xp, inputs.shape

@@ -29,7 +29,8 @@ from cuflash.errors import CuflashError
 
 FIRST_SECONDS = 180.0  # to import a library and run the first shape
 SHAPE_SECONDS = 90.0  # for each shape: some peers compile
-AT_ONCE = 6  # children side by side; those that hold scores run one at a time
+AT_ONCE = 12  # children side by side; those that hold scores run one at a time
+PARTS = 4  # children of a peer that compiles
 MEMORY_PART = 0.6  # of the free memory that a peer may need
 BROKEN_CONTEXT = 75  # exit code of a child that said its line and cannot use the GPU any more
 
@@ -66,14 +67,17 @@ def probe(
 
     children = Children()
 
-    def one(name: str) -> None:
-        for shape, why in walk(by_name[name], wanted[name], seconds, children):
+    def one(name: str, part: slice = slice(None)) -> None:
+        for shape, why in walk(by_name[name], wanted[name][part], seconds, children):
             says[name, shape] = why
             step(f"{name}, {shape.label()}")
 
     with ThreadPoolExecutor(max(1, min(AT_ONCE, os.cpu_count() or 1))) as pool:
         try:
-            jobs = [pool.submit(one, name) for name in light]
+            jobs = []
+            for name in light:
+                parts = min(PARTS, len(wanted[name])) if by_name[name].compiles else 1
+                jobs += [pool.submit(one, name, slice(part, None, parts)) for part in range(parts)]
             jobs.append(pool.submit(lambda: [one(name) for name in heavy]))
             for job in jobs:
                 job.result()

@@ -38,6 +38,7 @@ def payload(report: Report) -> dict[str, Any]:
         "place": task.place,
         "stopped": report.stopped,
         "seconds": round(report.seconds, 1),
+        "phases": {name: round(seconds, 1) for name, seconds in report.phases.items()},
         "distribution": DISTRIBUTION,
         "protocol": {
             "rounds": protocol.rounds,
@@ -56,6 +57,7 @@ def result_data(result: Result, device: Any = None) -> dict[str, Any]:
         "label": result.shape.label(),
         "shape": result.shape.as_json(),
         "sets": result.sets,
+        "seconds": round(result.seconds, 2),
         "clock_mhz": None if result.clock is None else result.clock / 1e6,
         "matmul_tflops": result.matmul,
         "peak_tflops": result.peak(device),
@@ -179,7 +181,7 @@ def long_form(result: dict[str, Any], metric: str) -> Table:
 def _remark(line: dict[str, Any]) -> str:
     words = []
     if line["status"] != "measured":
-        words.append(f"{line['status']}: {line.get('says', '')}")
+        words.append("WRONG" if line["status"] == "wrong" else line["status"])
     if line.get("graph"):
         words.append("graph")
     if line.get("sustained_tflops"):

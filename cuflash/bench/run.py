@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 import cuflash
-from cuflash import build, devices, plan
+from cuflash import build, plan
 from cuflash.arrays import spec
 from cuflash.bench import meters, roofs
 from cuflash.bench.contenders import Contender, Prepared, own
@@ -26,7 +27,7 @@ from cuflash.bench.contenders import roofs as matmuls
 from cuflash.bench.inputs import Inputs, draw
 from cuflash.bench.peer import Peer
 from cuflash.bench.probe import Says, probe, sentence
-from cuflash.bench.shapes import Shape, Suite
+from cuflash.bench.shapes import Shape, Suite, tiny_of
 from cuflash.bench.timing import (
     Clock,
     CudaClock,
@@ -113,6 +114,7 @@ class Result:
     lines: list[Line] = field(default_factory=list)
     sets: int = 1
     stopped: bool = False
+    seconds: float = 0.0  # drawing, preparing and checking included
 
     @property
     def matmul(self) -> float | None:
@@ -140,6 +142,7 @@ class Report:
     results: list[Result] = field(default_factory=list)
     stopped: bool = False
     seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of compiling, of trying peers
 
     @property
     def wrong(self) -> list[tuple[Result, Line]]:
@@ -157,16 +160,20 @@ def run(task: Task, progress: Progress | None = None) -> Report:
     say = progress or (lambda text, done: None)
     report = Report(task)
     start = time.perf_counter()
-    clock = task.clock or (CudaClock(_device().index) if task.place == "gpu" else HostClock())
+    clock = task.clock or (CudaClock() if task.place == "gpu" else HostClock())
     try:
         if task.place == "gpu" and task.contenders is None:
             say("compiling", False)
             compile_ahead(task)
+            report.phases["compiling"] = time.perf_counter() - start
         says: Says = {}
         if task.peers:
             free = meters.free_bytes() if task.place == "gpu" else None
             tell = lambda text: say(f"trying {text}", False)  # noqa: E731
-            says = probe(task.peers, task.suite.shapes, free_bytes=free, progress=tell)
+            began = time.perf_counter()
+            with _reference_ahead(task):
+                says = probe(task.peers, task.suite.shapes, free_bytes=free, progress=tell)
+            report.phases["trying peers"] = time.perf_counter() - began
         for shape in task.suite.shapes:
             result = measure(task, shape, clock, says, say)
             report.results.append(result)
@@ -180,8 +187,21 @@ def run(task: Task, progress: Progress | None = None) -> Report:
     return report
 
 
-def _device() -> devices.Device:
-    return devices.find(None)
+@contextlib.contextmanager
+def _reference_ahead(task: Task) -> Iterator[None]:
+    """Beside the children, run the reference once on something small: CuPy compiles what it is made of."""
+
+    def once() -> None:
+        for shape in dict.fromkeys(tiny_of(shape) for shape in task.suite.shapes):
+            Truth(draw(shape, task.xp), samples=1)
+
+    if task.place == "cpu":
+        yield
+        return
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(once)
+        yield
+        job.exception()  # what is wrong with it, the check of a shape will say again
 
 
 def compile_ahead(task: Task) -> None:
@@ -218,7 +238,7 @@ def contenders_of(task: Task, shape: Shape) -> list[Contender]:
 
 def measure(task: Task, shape: Shape, clock: Clock, says: Says, say: Progress) -> Result:
     """Prepare, time and check every contender on one shape."""
-    result = Result(shape)
+    result, start = Result(shape), time.perf_counter()
     ready: list[tuple[Line, Prepared, Turn]] = []
     inputs = None
     try:
@@ -242,6 +262,7 @@ def measure(task: Task, shape: Shape, clock: Clock, says: Says, say: Progress) -
         result.stopped = True
     if inputs is not None:
         _finish(task, inputs, ready)
+    result.seconds = time.perf_counter() - start
     if result.stopped:
         result.lines = [x for x in result.lines if x.status != "measured" or x.times or x.extra_bytes]
     return result

@@ -193,10 +193,10 @@ def suite(
             "  `cuflash bench cpu` measures the NumPy path; `cuflash lab FILE.cu` counts a kernel's bytes."
         )
     made = replace(_SUITES[name](sizes, place, dtype, GRIDS[which]), name=name, own=sizes.given)
-    return replace(made, shapes=tuple(dict.fromkeys(map(_tiny, made.shapes)))) if tiny else made
+    return replace(made, shapes=tuple(dict.fromkeys(map(tiny_of, made.shapes)))) if tiny else made
 
 
-def _tiny(shape: Shape) -> Shape:
+def tiny_of(shape: Shape) -> Shape:
     """The same problem at a size that takes milliseconds anywhere: values are checked, times mean nothing."""
     return replace(
         shape,

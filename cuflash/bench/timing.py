@@ -15,7 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 Call = Callable[[int], Any]  # run set number i
+WAIT_CYCLES = 1_000_000  # half a millisecond: a launch's few microseconds are less than 1 % of it
+WAIT = """
+extern "C" __global__ void wait_cycles(long long n) {
+  for (long long start = clock64(); clock64() - start < n;) {}
+}
+"""
 LONG = 0.05  # seconds: a call that takes longer is not launched before it is timed
 
 
@@ -43,7 +51,7 @@ class Clock(Protocol):
     def pause(self, seconds: float) -> None: ...
     def sync(self) -> None: ...
     @property
-    def mhz(self) -> int | None: ...
+    def mhz(self) -> float | None: ...
 
 
 class HostClock:
@@ -71,29 +79,29 @@ class HostClock:
 class CudaClock:
     """CUDA events on the default stream, where CuPy and PyTorch both launch.
 
-    mhz: the SM clock that NVML told while the last burst ran (launches come back before they are done).
+    mhz: the SM clock right after the last burst, from a kernel that waits a known number of cycles.
     """
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self) -> None:
         import cupy
 
-        from cuflash import nvml
-
-        self._cupy, self._nvml = cupy, nvml
-        self._bus_id = nvml.bus_id_of(index)
-        self.mhz: int | None = None
+        self._cupy = cupy
+        self._wait = cupy.RawKernel(WAIT, "wait_cycles")
+        self.mhz: float | None = None
 
     def burst(self, call: Call, first: int, n: int) -> list[float]:
         cuda = self._cupy.cuda
         for i in range(first):
             call(i)
-        marks = [cuda.Event() for _ in range(n + 1)]
+        marks = [cuda.Event() for _ in range(n + 2)]
         marks[0].record()
         for i in range(n):
             call(first + i)
             marks[i + 1].record()
-        self.mhz = self._nvml.sm_clock(self._bus_id)
-        marks[-1].synchronize()
+        self._wait((1,), (1,), (np.int64(WAIT_CYCLES),))
+        marks[n + 1].record()
+        marks[n + 1].synchronize()
+        self.mhz = WAIT_CYCLES / cuda.get_elapsed_time(marks[n], marks[n + 1]) / 1e3
         return [cuda.get_elapsed_time(marks[i], marks[i + 1]) / 1e3 for i in range(n)]
 
     def pause(self, seconds: float) -> None:
@@ -128,7 +136,7 @@ class Times:
     """What was measured of one contender: seconds of single launches, in the order they were taken."""
 
     seconds: list[float] = field(default_factory=list)
-    mhz: list[int] = field(default_factory=list)
+    mhz: list[float] = field(default_factory=list)
     sustained: float | None = None  # seconds a launch, back to back
 
     @property
