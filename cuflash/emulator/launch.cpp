@@ -1,4 +1,5 @@
-// launch.cpp - one launch: workers take clusters of blocks in order until none is left.  The interface for Python.
+// launch.cpp - one launch: workers take clusters of blocks in order until none is left.  The interface for
+// Python.
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -101,7 +102,9 @@ int emulator_wait(void* handle, int milliseconds) {
   Launch& launch = running->launch;
   {
     std::unique_lock<std::mutex> lock(launch.guard);
-    if (launch.finished.wait_for(lock, std::chrono::milliseconds(milliseconds), [&] { return launch.workers_left == 0; })) return 1;
+    if (launch.finished.wait_for(lock, std::chrono::milliseconds(milliseconds),
+                                 [&] { return launch.workers_left == 0; }))
+      return 1;
   }
   watch(&launch, running->seen, running->since);
   return 0;
@@ -119,10 +122,14 @@ unsigned long long emulator_blocks_done(void* handle) {
   return launch.teams_done * launch.request.cluster;
 }
 
-unsigned long long emulator_n_events(void* handle) { return static_cast<Running*>(handle)->launch.events.size(); }
+unsigned long long emulator_n_events(void* handle) {
+  return static_cast<Running*>(handle)->launch.events.size();
+}
 
-// Frees the launch.  error: room for its message, empty when all went well.  events: room for emulator_n_events.
-void emulator_finish(void* handle, Counters* counters, Event* events, char* error, unsigned long long n_error) {
+// Frees the launch.  error: room for its message, empty when all went well.  events: room for
+// emulator_n_events.
+void emulator_finish(void* handle, Counters* counters, Event* events, char* error,
+                     unsigned long long n_error) {
   Running* running = static_cast<Running*>(handle);
   Launch& launch = running->launch;
   for (std::thread& thread : launch.threads) thread.join();

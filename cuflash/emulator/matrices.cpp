@@ -1,17 +1,19 @@
-// matrices.cpp - ldmatrix, stmatrix, movmatrix and mma.sync.  The last lane to come does the work of the warp, so that no
-// lane sees memory that another warp has changed since.
+// matrices.cpp - ldmatrix, stmatrix, movmatrix and mma.sync.  The last lane to come does the work of the
+// warp, so that no lane sees memory that another warp has changed since.
 #include "runtime.hpp"
 
 namespace emulated {
 
-struct MatrixSlot {            // one lane's part of ldmatrix or stmatrix
+struct MatrixSlot {   // one lane's part of ldmatrix or stmatrix
   u32 address, count, transposed, padding;
   u32 registers[4];
   Here here;
 };
 static_assert(sizeof(MatrixSlot) <= slot_bytes);
 
-static MatrixSlot& matrix_slot(u8* slots, int lane) { return *reinterpret_cast<MatrixSlot*>(slots + slot_bytes * lane); }
+static MatrixSlot& matrix_slot(u8* slots, int lane) {
+  return *reinterpret_cast<MatrixSlot*>(slots + slot_bytes * lane);
+}
 
 // Where the 16-bit number number `half` of register i of `lane` lies: row and column of matrix i.
 static u16* element(u8* const* rows, int lane, int half, bool transposed) {
@@ -34,8 +36,10 @@ template <bool stores> static void move_matrices(u8* slots) {
       u16* halves = reinterpret_cast<u16*>(&matrix_slot(slots, lane).registers[i]);
       for (int half = 0; half < 2; half++) {
         u16* there = element(rows, lane, half, first.transposed);
-        if (stores) *there = halves[half];
-        else halves[half] = *there;
+        if (stores)
+          *there = halves[half];
+        else
+          halves[half] = *there;
       }
     }
   }
@@ -44,7 +48,8 @@ template <bool stores> static void move_matrices(u8* slots) {
 
 void load_matrices(u32* registers, int count, bool transposed, u32 address, Here here) {
   const MatrixSlot mine = {address, static_cast<u32>(count), transposed, 0, {}, here};
-  u8* slots = const_cast<u8*>(warp_exchange(transposed ? "ldmatrix.trans" : "ldmatrix", &mine, sizeof mine, move_matrices<false>, here));
+  u8* slots = const_cast<u8*>(warp_exchange(transposed ? "ldmatrix.trans" : "ldmatrix", &mine, sizeof mine,
+                                            move_matrices<false>, here));
   memcpy(registers, matrix_slot(slots, self->lane).registers, 4 * count);
 }
 
@@ -76,7 +81,9 @@ struct MmaSlot {
 };
 static_assert(sizeof(MmaSlot) <= slot_bytes);
 
-static MmaSlot& mma_slot(u8* slots, int lane) { return *reinterpret_cast<MmaSlot*>(slots + slot_bytes * lane); }
+static MmaSlot& mma_slot(u8* slots, int lane) {
+  return *reinterpret_cast<MmaSlot*>(slots + slot_bytes * lane);
+}
 
 static void multiply_warp(u8* slots) {
   const Mma kind = static_cast<Mma>(mma_slot(slots, 0).kind);
@@ -93,7 +100,8 @@ static void multiply_warp(u8* slots) {
     for (int i = 0; i < depth / 4; i++)
       for (int half = 0; half < 2; half++) {
         const u16 bits = static_cast<u16>(slot.a[i] >> 16 * half);
-        a[g + 8 * (i % 2)][2 * t + half + 8 * (i / 2)] = kind == Mma::bf16_k16 ? bfloat_to_float(bits) : half_to_float(bits);
+        a[g + 8 * (i % 2)][2 * t + half + 8 * (i / 2)] =
+            kind == Mma::bf16_k16 ? bfloat_to_float(bits) : half_to_float(bits);
       }
     for (int i = 0; i < depth / 8; i++)
       for (int half = 0; half < 2; half++) {

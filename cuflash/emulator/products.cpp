@@ -1,6 +1,7 @@
-// products.cpp - wgmma.  "Early" a warp's rows of A are read when its 32 threads have issued the product, B when the first
-// warp has, and D is written when all 128 threads have: what another warp is still to write to shared memory is missed.
-// "Late" all of it happens when the first thread waits for the group, with memory and registers as they are by then.
+// products.cpp - wgmma.  "Early" a warp's rows of A are read when its 32 threads have issued the product, B
+// when the first warp has, and D is written when all 128 threads have: what another warp is still to write to
+// shared memory is missed. "Late" all of it happens when the first thread waits for the group, with memory
+// and registers as they are by then.
 #include "runtime.hpp"
 
 namespace emulated {
@@ -11,14 +12,18 @@ void set_up_products(Block* block) {
 
 // ---- operands
 
-struct Descriptor { u32 start, leading, stride, swizzle; };
+struct Descriptor {
+  u32 start, leading, stride, swizzle;
+};
 
 static Descriptor decode(u64 bits, Here here) {
-  if (bits >> 49 & 7) fail(here, "wgmma descriptor %#llx: base offset %llu, tiles here begin at a multiple of their swizzle", bits, bits >> 49 & 7);
+  if (bits >> 49 & 7)
+    fail(here, "wgmma descriptor %#llx: base offset %llu, tiles here begin at a multiple of their swizzle",
+         bits, bits >> 49 & 7);
   constexpr u64 unused = 3ull << 14 | 3ull << 30 | 7ull << 46 | 0x3ffull << 52;
   if (bits & unused) fail(here, "wgmma descriptor %#llx: bits that must be 0 are set", bits);
-  return {static_cast<u32>(bits & 0x3fff) << 4, static_cast<u32>(bits >> 16 & 0x3fff) << 4, static_cast<u32>(bits >> 32 & 0x3fff) << 4,
-          static_cast<u32>(bits >> 62)};
+  return {static_cast<u32>(bits & 0x3fff) << 4, static_cast<u32>(bits >> 16 & 0x3fff) << 4,
+          static_cast<u32>(bits >> 32 & 0x3fff) << 4, static_cast<u32>(bits >> 62)};
 }
 
 // Eight numbers of an operand, `chunk` of them along the contiguous axis: (i, chunk) -> shared address.
@@ -27,17 +32,21 @@ static u32 chunk_address(const Descriptor& d, int i, int chunk, bool transposed)
   const u32 line = d.swizzle == 1 ? 128 : d.swizzle == 2 ? 64 : 32;
   u32 at = d.start;
   if (d.swizzle == 0) {
-    at += transposed ? chunk * d.stride + (i / 8) * d.leading + (i % 8) * 16 : (i / 8) * d.stride + chunk * d.leading + (i % 8) * 16;
+    at += transposed ? chunk * d.stride + (i / 8) * d.leading + (i % 8) * 16
+                     : (i / 8) * d.stride + chunk * d.leading + (i % 8) * 16;
     return at;
   }
   at += (i / 8) * d.stride + (i % 8) * line;
-  if (transposed) at += (chunk * 16 / line) * d.leading + chunk * 16 % line;
-  else at += chunk * 16;
+  if (transposed)
+    at += (chunk * 16 / line) * d.leading + chunk * 16 % line;
+  else
+    at += chunk * 16;
   return swizzled(at, d.swizzle);
 }
 
 // matrix[k][row], rows of `width` floats
-static void read_operand(Block* block, u64 bits, int rows, bool transposed, bool is_bf16, float* matrix, int width, Here here) {
+static void read_operand(Block* block, u64 bits, int rows, bool transposed, bool is_bf16, float* matrix,
+                         int width, Here here) {
   const Descriptor d = decode(bits, here);
   const u8* view = block->async->view;
   const u32 limit = block->worker->launch->request.shared_bytes;
@@ -45,13 +54,17 @@ static void read_operand(Block* block, u64 bits, int rows, bool transposed, bool
   for (int i = 0; i < n_i; i++)
     for (int chunk = 0; chunk < n_chunks; chunk++) {
       const u32 at = chunk_address(d, i, chunk, transposed) - shared_window;
-      if (at > limit - 16) fail(here, "wgmma descriptor %#llx reaches outside the block's %u bytes of shared memory", bits, limit);
+      if (at > limit - 16)
+        fail(here, "wgmma descriptor %#llx reaches outside the block's %u bytes of shared memory", bits,
+             limit);
       u16 numbers[8];
       memcpy(numbers, view + at, 16);
       for (int e = 0; e < 8; e++) {
         const float x = is_bf16 ? bfloat_to_float(numbers[e]) : half_to_float(numbers[e]);
-        if (transposed) matrix[i * width + 8 * chunk + e] = x;
-        else matrix[(8 * chunk + e) * width + i] = x;
+        if (transposed)
+          matrix[i * width + 8 * chunk + e] = x;
+        else
+          matrix[(8 * chunk + e) * width + i] = x;
       }
     }
 }
@@ -62,7 +75,8 @@ static void read_registers(const Issued& issued, float* matrix) {   // matrix[k]
     for (int i = 0; i < 4; i++)
       for (int half = 0; half < 2; half++) {
         const u16 bits = static_cast<u16>(issued.a[thread][i] >> 16 * half);
-        matrix[(k + half + 8 * (i / 2)) * 64 + row + 8 * (i % 2)] = issued.product.is_bf16 ? bfloat_to_float(bits) : half_to_float(bits);
+        matrix[(k + half + 8 * (i / 2)) * 64 + row + 8 * (i % 2)] =
+            issued.product.is_bf16 ? bfloat_to_float(bits) : half_to_float(bits);
       }
   }
 }
@@ -70,7 +84,8 @@ static void read_registers(const Issued& issued, float* matrix) {   // matrix[k]
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 __attribute__((target_clones("avx2", "default")))
 #endif
-static void multiply(const float* a, const float* b, float* d, int n) {   // d[64][n] = sum over k of a[k][64] b[k][n]
+static void multiply(const float* a, const float* b, float* d,
+                     int n) {   // d[64][n] = sum over k of a[k][64] b[k][n]
   for (int row = 0; row < 64; row++) {
     float* to = d + row * n;
     for (int column = 0; column < n; column++) to[column] = 0;
@@ -121,8 +136,8 @@ void product_fence() {
 static void read_b(Block* block, Issued& issued) {
   const Product& product = issued.product;
   issued.b_rows.resize(16 * product.n_columns);
-  read_operand(block, product.b_descriptor, product.n_columns, product.transposed_b, product.is_bf16, issued.b_rows.data(),
-               product.n_columns, issued.here);
+  read_operand(block, product.b_descriptor, product.n_columns, product.transposed_b, product.is_bf16,
+               issued.b_rows.data(), product.n_columns, issued.here);
 }
 
 static void read_a(Block* block, Issued& issued, int first_row, int n_rows) {
@@ -131,7 +146,8 @@ static void read_a(Block* block, Issued& issued, int first_row, int n_rows) {
   float all[16 * 64];
   read_operand(block, product.a_descriptor, 64, product.transposed_a, product.is_bf16, all, 64, issued.here);
   issued.a_rows.resize(16 * 64);
-  for (int k = 0; k < 16; k++) memcpy(&issued.a_rows[64 * k + first_row], all + 64 * k + first_row, 4 * n_rows);
+  for (int k = 0; k < 16; k++)
+    memcpy(&issued.a_rows[64 * k + first_row], all + 64 * k + first_row, 4 * n_rows);
 }
 
 static void run(Block* block, int group, Issued& issued) {
@@ -160,8 +176,9 @@ static void run(Block* block, int group, Issued& issued) {
 }
 
 static bool same(const Product& x, const Product& y) {
-  return x.a_descriptor == y.a_descriptor && x.b_descriptor == y.b_descriptor && x.n_columns == y.n_columns && x.is_bf16 == y.is_bf16 &&
-         x.transposed_a == y.transposed_a && x.transposed_b == y.transposed_b && x.accumulates == y.accumulates && !x.a == !y.a;
+  return x.a_descriptor == y.a_descriptor && x.b_descriptor == y.b_descriptor && x.n_columns == y.n_columns &&
+         x.is_bf16 == y.is_bf16 && x.transposed_a == y.transposed_a && x.transposed_b == y.transposed_b &&
+         x.accumulates == y.accumulates && !x.a == !y.a;
 }
 
 void product_issue(const Product& product, Here here) {
@@ -184,8 +201,10 @@ void product_issue(const Product& product, Here here) {
   }
   Issued& issued = products[number];
   if (!same(issued.product, product))
-    fail(here, "the threads of a warpgroup issue different wgmma: descriptors and shapes must be equal (the other at %s(%d))", issued.here.file,
-         issued.here.line);
+    fail(here,
+         "the threads of a warpgroup issue different wgmma: descriptors and shapes must be equal (the other "
+         "at %s(%d))",
+         issued.here.file, issued.here.line);
   issued.d[fiber->linear % 128] = product.d;
   issued.a[fiber->linear % 128] = product.a;
   const bool early = fiber->worker->launch->request.late_products == 0;

@@ -1,7 +1,8 @@
 // proxies.cpp - mbarriers, the fence between ordinary accesses and the async proxy, clusters, setmaxnreg.
 //
-// The async proxy (what TMA stores and wgmma read) has its own view of shared memory.  Loads by TMA land in both.  An
-// ordinary write reaches the view when its thread executes fence_async(): a missing fence leaves old bytes there.
+// The async proxy (what TMA stores and wgmma read) has its own view of shared memory.  Loads by TMA land in
+// both.  An ordinary write reaches the view when its thread executes fence_async(): a missing fence leaves
+// old bytes there.
 #include <algorithm>
 
 #include "runtime.hpp"
@@ -10,11 +11,13 @@ namespace emulated {
 
 void set_up_async(Block* block) {
   BlockAsync& async = *block->async;
-  if (block->worker->launch->request.async_proxy) memset(async.view, 0xff, block->worker->launch->request.shared_bytes);
+  if (block->worker->launch->request.async_proxy)
+    memset(async.view, 0xff, block->worker->launch->request.shared_bytes);
   async.mbarriers.clear();
   async.free_registers = 0;
   set_up_products(block);
-  const int entry = min(65536 / block->n_threads / 8 * 8, 248);   // registers a thread starts with (__launch_bounds__)
+  const int entry =
+      min(65536 / block->n_threads / 8 * 8, 248);   // registers a thread starts with (__launch_bounds__)
   for (int i = 0; i < block->n_threads; i++) {
     FiberAsync& fiber = *block->fibers[i]->async;
     fiber.copies.clear();
@@ -42,8 +45,10 @@ void touched_shared(const void* address, u32 n_bytes) {
   size_t n = 0;
   for (const Range& range : touched) {
     Range& last = touched[n == 0 ? 0 : n - 1];
-    if (n != 0 && range.offset <= last.offset + last.n_bytes) last.n_bytes = max(last.n_bytes, range.offset + range.n_bytes - last.offset);
-    else touched[n++] = range;
+    if (n != 0 && range.offset <= last.offset + last.n_bytes)
+      last.n_bytes = max(last.n_bytes, range.offset + range.n_bytes - last.offset);
+    else
+      touched[n++] = range;
   }
   touched.resize(n);
 }
@@ -51,13 +56,18 @@ void touched_shared(const void* address, u32 n_bytes) {
 void fence_async() {
   Fiber* fiber = current();
   u8* view = fiber->block->async->view;
-  for (const Range& range : fiber->async->touched) memcpy(view + range.offset, fiber->shared + range.offset, range.n_bytes);
+  for (const Range& range : fiber->async->touched)
+    memcpy(view + range.offset, fiber->shared + range.offset, range.n_bytes);
   fiber->async->touched.clear();
 }
 
-// ---- mbarriers: phase 1 bit, count 20, pending 20, bytes expected 23 (biased), in the 8 bytes they have on the device
+// ---- mbarriers: phase 1 bit, count 20, pending 20, bytes expected 23 (biased), in the 8 bytes they have on
+// the device
 
-struct Fields { u64 phase, count, pending; i64 bytes; };
+struct Fields {
+  u64 phase, count, pending;
+  i64 bytes;
+};
 constexpr i64 bias = 1 << 22;
 
 static Fields load_fields(Block* block, u32 offset) {
@@ -72,7 +82,8 @@ static void store_fields(Block* block, u32 offset, Fields f) {
 }
 
 MBarrier& mbarrier_at(Block* block, u32 offset, Here here) {
-  if (offset % 8 != 0) fail(here, "mbarrier at shared address %u: needs a multiple of 8", offset + shared_window);
+  if (offset % 8 != 0)
+    fail(here, "mbarrier at shared address %u: needs a multiple of 8", offset + shared_window);
   for (MBarrier& barrier : block->async->mbarriers)
     if (barrier.offset == offset) return barrier;
   fail(here, "the mbarrier at shared address %u is not initialised (yet)", offset + shared_window);
@@ -85,7 +96,8 @@ void mbarrier_init(u32 address, u32 count, Here here) {
   const u32 offset = address - shared_window;
   store_fields(fiber->block, offset, {0, count, count, 0});
   for (MBarrier& barrier : fiber->block->async->mbarriers)
-    if (barrier.offset == offset) fail(here, "the mbarrier at shared address %u is initialised twice", address);
+    if (barrier.offset == offset)
+      fail(here, "the mbarrier at shared address %u is initialised twice", address);
   fiber->block->async->mbarriers.push_back({offset, false, fiber, here, here, {}});
 }
 
@@ -95,7 +107,8 @@ void mbarrier_publish() {
 }
 
 static void update(Block* block, MBarrier& barrier, Fields f, Here here) {
-  if (f.bytes < -(1 << 20) || f.bytes >= 1 << 20) fail(here, "an mbarrier phase with %lld bytes outstanding: at most 1048575", f.bytes);
+  if (f.bytes < -(1 << 20) || f.bytes >= 1 << 20)
+    fail(here, "an mbarrier phase with %lld bytes outstanding: at most 1048575", f.bytes);
   if (f.pending == 0 && f.bytes == 0) {
     f.phase ^= 1;
     f.pending = f.count;
@@ -108,7 +121,9 @@ static void update(Block* block, MBarrier& barrier, Fields f, Here here) {
 void mbarrier_count_arrival(Block* block, u32 offset, Here here) {
   MBarrier& barrier = mbarrier_at(block, offset, here);
   Fields f = load_fields(block, offset);
-  if (f.pending == 0) fail(here, "more arrivals than the %llu of the mbarrier at shared address %u", f.count, offset + shared_window);
+  if (f.pending == 0)
+    fail(here, "more arrivals than the %llu of the mbarrier at shared address %u", f.count,
+         offset + shared_window);
   f.pending--;
   update(block, barrier, f, here);
 }
@@ -133,7 +148,8 @@ void mbarrier_expect(u32 address, u32 n_bytes, Here here) {
   barrier.expected_at = here;
   Fields f = load_fields(block, address);
   f.bytes += n_bytes;
-  update(block, barrier, f, here);   // it may be the last thing a phase waits for, when the bytes have landed already
+  update(block, barrier, f,
+         here);   // it may be the last thing a phase waits for, when the bytes have landed already
 }
 
 bool mbarrier_test(u32 address, u32 parity, Here here) {
@@ -158,8 +174,8 @@ void mbarrier_wait(u32 address, u32 parity, Here here) {
 
 std::string describe_mbarrier(Block* block, u64 address) {
   const Fields f = load_fields(block, static_cast<u32>(address) - shared_window);
-  return "; it waits for " + std::to_string(f.pending) + " of " + std::to_string(f.count) + " arrivals and " + std::to_string(f.bytes) +
-         " bytes";
+  return "; it waits for " + std::to_string(f.pending) + " of " + std::to_string(f.count) + " arrivals and " +
+         std::to_string(f.bytes) + " bytes";
 }
 
 // ---- clusters: bits 24 and up of an address are the rank + 1, none means the own block
@@ -178,7 +194,8 @@ Block* cluster_block(u32& address, u32 n_bytes, Here here) {
   const u32 rank = address >> 24;
   Block* block = rank == 0 ? fiber->block : fiber->worker->blocks[rank - 1];
   shared_pointer(address & 0xffffff, n_bytes, 1, here);
-  if (block->n_live == 0) fail(here, "block %u of the cluster has left the kernel: its shared memory is gone", rank - 1);
+  if (block->n_live == 0)
+    fail(here, "block %u of the cluster has left the kernel: its shared memory is gone", rank - 1);
   address = (address & 0xffffff) - shared_window;
   return block;
 }
@@ -186,7 +203,8 @@ Block* cluster_block(u32& address, u32 n_bytes, Here here) {
 u8* cluster_pointer(u32 address, u32 n_bytes, Here here) {
   u32 offset = address;
   Block* block = cluster_block(offset, n_bytes, here);
-  if (offset % n_bytes != 0) fail(here, "misaligned cluster address %#x: no multiple of %u", address, n_bytes);
+  if (offset % n_bytes != 0)
+    fail(here, "misaligned cluster address %#x: no multiple of %u", address, n_bytes);
   current()->counters->shared += n_bytes;
   return block->shared + offset;
 }
@@ -223,7 +241,8 @@ void set_registers(int count, bool grows, Here here) {
   Fiber* fiber = current();
   BlockAsync& block = *fiber->block->async;
   FiberAsync& mine = *fiber->async;
-  if (count < 24 || count > 256 || count % 8 != 0) fail(here, "setmaxnreg %d: needs a multiple of 8 from 24 to 256", count);
+  if (count < 24 || count > 256 || count % 8 != 0)
+    fail(here, "setmaxnreg %d: needs a multiple of 8 from 24 to 256", count);
   if (grows ? count < mine.registers : count > mine.registers)
     fail(here, "setmaxnreg.%s to %d from %d", grows ? "inc" : "dec", count, mine.registers);
   warp_exchange("setmaxnreg", &count, sizeof count, nullptr, here);
@@ -263,8 +282,9 @@ void check_exit(Fiber* fiber) {
   for (const MBarrier& barrier : fiber->block->async->mbarriers) {
     const Fields f = load_fields(fiber->block, barrier.offset);
     if (f.bytes != 0)
-      fail(barrier.expected_at, "the block ends while %lld bytes of the mbarrier at shared address %u are %s", f.bytes < 0 ? -f.bytes : f.bytes,
-           barrier.offset + shared_window, f.bytes > 0 ? "still expected" : "more than it expected");
+      fail(barrier.expected_at, "the block ends while %lld bytes of the mbarrier at shared address %u are %s",
+           f.bytes < 0 ? -f.bytes : f.bytes, barrier.offset + shared_window,
+           f.bytes > 0 ? "still expected" : "more than it expected");
   }
 }
 
@@ -273,7 +293,8 @@ void drop_async(Worker* worker, bool finished) {
     const Copy& copy = worker->pending.front();
     std::lock_guard<std::mutex> lock(worker->launch->guard);
     if (worker->launch->error.empty())
-      worker->launch->error = describe(copy.block->fibers[0], copy.here, "the block ends while this copy into its shared memory is in flight");
+      worker->launch->error = describe(copy.block->fibers[0], copy.here,
+                                       "the block ends while this copy into its shared memory is in flight");
     worker->launch->stop = true;
   }
   worker->pending.clear();

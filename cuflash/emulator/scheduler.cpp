@@ -1,8 +1,8 @@
 // scheduler.cpp - fibers: who runs next, and how one gives the processor to another.
 //
-// A fiber starts through ucontext and is switched by setjmp/longjmp, which do not touch the signal mask (a switch is
-// then no system call).  Fibers and their stacks live as long as their worker: at the end of a block a fiber waits in
-// leave() and returns from it into the next block.
+// A fiber starts through ucontext and is switched by setjmp/longjmp, which do not touch the signal mask (a
+// switch is then no system call).  Fibers and their stacks live as long as their worker: at the end of a
+// block a fiber waits in leave() and returns from it into the next block.
 #include <sched.h>
 #include <sys/mman.h>
 
@@ -47,12 +47,15 @@ static int first_ready(const Worker* worker, int from) {   // position >= from, 
   return -1;
 }
 
-// Three orders.  Seed 0: warps and lanes in order.  Odd seeds: positions are a random priority and the best ready warp
-// always runs, so one warp gets as far ahead as the barriers let it.  Even seeds: any ready thread.
+// Three orders.  Seed 0: warps and lanes in order.  Odd seeds: positions are a random priority and the best
+// ready warp always runs, so one warp gets as far ahead as the barriers let it.  Even seeds: any ready
+// thread.
 static Fiber* pick(Worker* worker) {
   const u64 seed = worker->launch->request.seed;
   const u64 dice = seed == 0 ? 0 : worker->random();
-  const int from = seed == 0 ? worker->cursor : seed % 2 == 1 ? 0 : static_cast<int>(dice % worker->n_positions);
+  const int from = seed == 0       ? worker->cursor
+                   : seed % 2 == 1 ? 0
+                                   : static_cast<int>(dice % worker->n_positions);
   const int position = first_ready(worker, from);
   if (position < 0) return nullptr;
   worker->cursor = position;

@@ -18,16 +18,18 @@ static bool arrive(Fiber* fiber, int id, int n_threads, Here here) {
   const bool whole = n_threads == 0;
   if (whole) n_threads = block->n_threads;
   if (n_threads > block->n_threads || n_threads < 1 || (!whole && n_threads % 32 != 0))
-    fail(here, "barrier %d for %d threads: needs a multiple of 32, at most the block's %d", id, n_threads, block->n_threads);
+    fail(here, "barrier %d for %d threads: needs a multiple of 32, at most the block's %d", id, n_threads,
+         block->n_threads);
   Barrier& barrier = block->barriers[id];
   if (barrier.arrived == 0) {
     barrier.expected = n_threads;
     barrier.where = here;
   } else if (barrier.expected != n_threads) {
-    fail(here, "barrier %d is waited for with %d threads here and with %d at %s(%d)", id, n_threads, barrier.expected,
-         barrier.where.file, barrier.where.line);
+    fail(here, "barrier %d is waited for with %d threads here and with %d at %s(%d)", id, n_threads,
+         barrier.expected, barrier.where.file, barrier.where.line);
   } else if (whole && id == 0 && barrier.where.line != here.line) {
-    fail(here, "one part of the block is at this block_sync, another at %s(%d)", barrier.where.file, barrier.where.line);
+    fail(here, "one part of the block is at this block_sync, another at %s(%d)", barrier.where.file,
+         barrier.where.line);
   }
   fiber->counters->barriers++;
   return ++barrier.arrived == barrier.expected;
@@ -63,7 +65,8 @@ void finish_exchange(Warp* warp) {
   wake_lanes(current()->worker, warp, waiting & ~(current()->warp == warp ? 1u << current()->lane : 0));
 }
 
-const u8* warp_exchange(const char* name, const void* mine, u32 n_bytes, void (*together)(u8* slots), Here here) {
+const u8* warp_exchange(const char* name, const void* mine, u32 n_bytes, void (*together)(u8* slots),
+                        Here here) {
   Fiber* fiber = current();
   Warp* warp = fiber->warp;
   if (warp->arrived == 0) {
@@ -77,8 +80,10 @@ const u8* warp_exchange(const char* name, const void* mine, u32 n_bytes, void (*
   u8* slots = warp->slots[warp->generation & 1];
   memcpy(slots + fiber->lane * slot_bytes, mine, n_bytes);
   warp->arrived |= 1u << fiber->lane;
-  if ((warp->arrived & warp->live) == warp->live) finish_exchange(warp);
-  else suspend(Wait::warp, here);
+  if ((warp->arrived & warp->live) == warp->live)
+    finish_exchange(warp);
+  else
+    suspend(Wait::warp, here);
   return slots;
 }
 

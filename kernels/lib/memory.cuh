@@ -1,4 +1,5 @@
-// memory.cuh - the only doors to global and shared memory.  On the device a pointer and an array; on the host they check and count.
+// memory.cuh - the only doors to global and shared memory.  On the device a pointer and an array; on the host
+// they check and count.
 #pragma once
 #include "platform.cuh"
 
@@ -10,34 +11,43 @@ template <class T> struct Global {
   DEVICE explicit Global(void* p) : data(static_cast<T*>(p)) {}
   DEVICE T load(i64 index) const { return data[index]; }
   DEVICE void store(i64 index, T value) const { data[index] = value; }
-  // Vector access: V is a plain struct (uint4-like) of whole T's; the address must be a multiple of sizeof(V).
+  // Vector access: V is a plain struct (uint4-like) of whole T's; the address must be a multiple of
+  // sizeof(V).
   template <class V> DEVICE V load_as(i64 index) const { return *reinterpret_cast<const V*>(data + index); }
-  template <class V> DEVICE void store_as(i64 index, V value) const { *reinterpret_cast<V*>(data + index) = value; }
+  template <class V> DEVICE void store_as(i64 index, V value) const {
+    *reinterpret_cast<V*>(data + index) = value;
+  }
   DEVICE void add(i64 index, T value) const { atomicAdd(data + index, value); }
-  DEVICE T fetch_add(i64 index, T value) const { return atomicAdd(data + index, value); }   // the value before
+  // The value before.
+  DEVICE T fetch_add(i64 index, T value) const { return atomicAdd(data + index, value); }
   // For the copy instructions (cp.async, TMA): the address of n_bytes that will be touched.
   DEVICE T* address(i64 index, u32 n_bytes) const { return data + index; }
 };
 
-// Shared memory: [rows][cols], a member of a kernel's struct Smem.  16-byte aligned, so sizeof(Smem) is a plain sum of
-// sizes rounded up to 16 (row.shared_bytes on the host).
+// Shared memory: [rows][cols], a member of a kernel's struct Smem.  16-byte aligned, so sizeof(Smem) is a
+// plain sum of sizes rounded up to 16 (row.shared_bytes on the host).
 template <class T, int rows, int cols> struct alignas(16) Shared {
   T data[rows][cols];
   DEVICE T& operator()(int row, int col) { return data[row][col]; }
-  template <class V> DEVICE V& as(int row, int col) { return *reinterpret_cast<V*>(&data[row][col]); }   // aligned vector
-  DEVICE u32 address(int row, int col) const { return static_cast<u32>(__cvta_generic_to_shared(&data[row][col])); }
+  // V at an address that is a multiple of sizeof(V).
+  template <class V> DEVICE V& as(int row, int col) { return *reinterpret_cast<V*>(&data[row][col]); }
+  DEVICE u32 address(int row, int col) const {
+    return static_cast<u32>(__cvta_generic_to_shared(&data[row][col]));
+  }
 };
 
 #else
 
-// The same two types with checks: index inside the array that was passed in, vectors aligned, bytes counted by array.
+// The same two types with checks: index inside the array that was passed in, vectors aligned, bytes counted
+// by array.
 template <class T> struct Global {
   using Here = emulated::Here;
   T* data;
   const emulated::Buffer* buffer;
   CHECKED explicit Global(void* p) : data(static_cast<T*>(p)), buffer(emulated::find_buffer(p)) {}
   template <class V> CHECKED V* at(i64 index, Here here) const {
-    return reinterpret_cast<V*>(emulated::checked_global(buffer, data, index * static_cast<i64>(sizeof(T)), sizeof(V), sizeof(V), here));
+    return reinterpret_cast<V*>(emulated::checked_global(buffer, data, index * static_cast<i64>(sizeof(T)),
+                                                         sizeof(V), sizeof(V), here));
   }
   template <class V> CHECKED V load_as(i64 index, Here here = Here::now()) const {
     V* p = at<V>(index, here);
@@ -57,10 +67,12 @@ template <class T> struct Global {
     return emulated::atomic_add(p, value);
   }
   CHECKED void add(i64 index, T value, Here here = Here::now()) const { fetch_add(index, value, here); }
-  CHECKED T* address(i64 index, u32 n_bytes, Here here = Here::now()) const {   // counted by the instruction that copies
+  // Counted by the instruction that copies.
+  CHECKED T* address(i64 index, u32 n_bytes, Here here = Here::now()) const {
     emulated::self->hint_address = data + index;
     emulated::self->hint_buffer = buffer;
-    if (n_bytes != 0) emulated::checked_global(buffer, data, index * static_cast<i64>(sizeof(T)), n_bytes, 1, here);
+    if (n_bytes != 0)
+      emulated::checked_global(buffer, data, index * static_cast<i64>(sizeof(T)), n_bytes, 1, here);
     return data + index;
   }
 };
@@ -70,15 +82,19 @@ template <class T, int rows, int cols> struct alignas(16) Shared {
   T data[rows][cols];
   template <class V> CHECKED V& as(int row, int col, Here here = Here::now()) {
     T* p = &data[0][0] + static_cast<i64>(row) * cols + col;
-    if (__builtin_expect(row < 0 || row >= rows || col < 0 || col + static_cast<int>(sizeof(V) / sizeof(T)) > cols ||
-                         reinterpret_cast<u64>(p) % sizeof(V) != 0, 0))
+    if (__builtin_expect(row < 0 || row >= rows || col < 0 ||
+                             col + static_cast<int>(sizeof(V) / sizeof(T)) > cols ||
+                             reinterpret_cast<u64>(p) % sizeof(V) != 0,
+                         0))
       emulated::bad_shared(row, col, rows, cols, sizeof(V) / sizeof(T), p, sizeof(V), here);
     emulated::count_shared(p, sizeof(V));
     return *reinterpret_cast<V*>(p);
   }
   CHECKED T& operator()(int row, int col, Here here = Here::now()) { return as<T>(row, col, here); }
-  CHECKED u32 address(int row, int col, Here here = Here::now()) {   // checked and counted by the instruction that uses it
-    if (row < 0 || row > rows || col < 0 || col > cols) emulated::bad_shared(row, col, rows, cols, 0, data, 1, here);
+  CHECKED u32 address(int row, int col,
+                      Here here = Here::now()) {   // checked and counted by the instruction that uses it
+    if (row < 0 || row > rows || col < 0 || col > cols)
+      emulated::bad_shared(row, col, rows, cols, 0, data, 1, here);
     return emulated::shared_address(&data[0][0] + static_cast<i64>(row) * cols + col);
   }
 };

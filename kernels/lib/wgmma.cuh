@@ -1,27 +1,31 @@
-// wgmma.cuh - a warpgroup (4 warps) multiplies straight from shared memory: 64 x 16 by 16 x N, N = 8 to 256 by 8.   sm_90a
+// wgmma.cuh - a warpgroup (4 warps) multiplies straight from shared memory: 64 x 16 by 16 x N.   sm_90a
 //
-// D    float d[N / 2] per thread: warp w of the group holds rows 16 w to 16 w + 15; d[4 j + 2 h + e] is row g + 8 h,
-//      column 8 j + 2 t + e with g = lane / 4, t = lane % 4: the D fragment of mma.sync, repeated over j.
-// A    in shared memory (a descriptor), or in registers: u32 a[4] as for mma_k16 (lib/mma.cuh), rows of the thread's warp.
+// N    8 to 256 in steps of 8.
+// D    float d[N / 2] per thread: warp w of the group holds rows 16 w to 16 w + 15; d[4 j + 2 h + e] is row
+//      g + 8 h, column 8 j + 2 t + e with g = lane / 4, t = lane % 4: mma.sync's D, repeated over j.
+// A    in shared memory (a descriptor), or in registers: u32 a[4] as for mma_k16 (lib/mma.cuh), the rows of
+//      the thread's warp.
 // B    in shared memory.
 // Both operands in shared memory are K-major (a line holds consecutive k), or with trans = 1 M- or N-major.
 //
-//   wgmma_fence();                                    // registers of D and A were touched by ordinary code
-//   for k:  wgmma<elem>(S, Q + k * step, K + k * step, k > 0);     // false: D = A B, true: D += A B
+//   wgmma_fence();                      // registers of D and A were touched by ordinary code
+//   for k:  wgmma<elem>(S, Q + k * step, K + k * step, k > 0);   // false: D = A B, true: D += A B
 //   wgmma_commit();
-//   wgmma_wait<0>();                                  // until here neither D and A nor the shared operands may be touched
+//   wgmma_wait<0>();                    // until here D, A and the shared operands may not be touched
 //
-// Shared operands written by ordinary stores need fence_async_shared() by every writer and a barrier before the wgmma.
+// Shared operands written by ordinary stores need fence_async_shared() by every writer and a barrier before
+// the wgmma.
 #pragma once
 #include "types.cuh"
 
-// Layouts of an operand: lines of 128, 64 or 32 bytes whose 16-byte chunks are xor-ed with the line number (TMA writes
-// the same), or 8 x 16-byte core matrices.
+// Layouts of an operand: lines of 128, 64 or 32 bytes whose 16-byte chunks are xor-ed with the line number
+// (TMA writes the same), or 8 x 16-byte core matrices.
 enum class Swizzle : u32 { none = 0, bytes_128 = 1, bytes_64 = 2, bytes_32 = 3 };
 
-// Swizzled K-major: stride_bytes from 8 lines to the next 8 (8 * line, when packed); leading_bytes is not used.
-// Swizzled, trans:  stride_bytes from 8 k to the next 8 k; leading_bytes from one line-wide panel of M or N to the next.
-// To step along k add to the descriptor: bytes / 16 (a k16 step in a K-major line: 2; 16 lines of 128 bytes: 128).
+// Swizzled K-major: stride_bytes from 8 lines to the next 8 (8 * line, when packed); leading_bytes is unused.
+// Swizzled, trans: stride_bytes from 8 k to the next 8 k; leading_bytes from one line-wide panel of M or N to
+// the next.  To step along k add to the descriptor: bytes / 16 (a k16 step in a K-major line: 2; 16 lines of
+// 128 bytes: 128).
 DEVICE u64 wgmma_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes, Swizzle swizzle) {
   return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>((leading_bytes & 0x3ffff) >> 4) << 16 |
          static_cast<u64>((stride_bytes & 0x3ffff) >> 4) << 32 | static_cast<u64>(swizzle) << 62;
@@ -32,39 +36,56 @@ DEVICE u64 wgmma_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes, Sw
 template <class T, int trans_a = 0, int trans_b = 0, int registers>
 DEVICE void wgmma(float (&d)[registers], u64 a, u64 b, bool accumulate WHERE) {
   static_assert(registers % 4 == 0 && registers <= 128, "wgmma: N is a multiple of 8, at most 256");
-  emulated::product_issue({d, nullptr, a, b, 2 * registers, is_same<T, bf16>, trans_a != 0, trans_b != 0, accumulate}, here);
+  emulated::product_issue(
+      {d, nullptr, a, b, 2 * registers, is_same<T, bf16>, trans_a != 0, trans_b != 0, accumulate}, here);
 }
 template <class T, int trans_b = 0, int registers>
 DEVICE void wgmma(float (&d)[registers], const u32 (&a)[4], u64 b, bool accumulate WHERE) {
   static_assert(registers % 4 == 0 && registers <= 128, "wgmma: N is a multiple of 8, at most 256");
-  emulated::product_issue({d, a, 0, b, 2 * registers, is_same<T, bf16>, false, trans_b != 0, accumulate}, here);
+  emulated::product_issue({d, a, 0, b, 2 * registers, is_same<T, bf16>, false, trans_b != 0, accumulate},
+                          here);
 }
 DEVICE void wgmma_fence() { emulated::product_fence(); }
 DEVICE void wgmma_commit() { emulated::product_commit(); }
-template <int n_pending> DEVICE void wgmma_wait(emulated::Here here = emulated::Here::now()) { emulated::product_wait(n_pending, here); }
+template <int n_pending> DEVICE void wgmma_wait(emulated::Here here = emulated::Here::now()) {
+  emulated::product_wait(n_pending, here);
+}
 template <class T> DEVICE void pin(T&) {}
 DEVICE void hold_before_wait(float, u32) {}
-template <int count> DEVICE void registers_shrink(emulated::Here here = emulated::Here::now()) { emulated::set_registers(count, false, here); }
-template <int count> DEVICE void registers_grow(emulated::Here here = emulated::Here::now()) { emulated::set_registers(count, true, here); }
+template <int count> DEVICE void registers_shrink(emulated::Here here = emulated::Here::now()) {
+  emulated::set_registers(count, false, here);
+}
+template <int count> DEVICE void registers_grow(emulated::Here here = emulated::Here::now()) {
+  emulated::set_registers(count, true, here);
+}
 #undef WHERE
 #else
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int n_pending> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(n_pending) : "memory"); }
-// No instruction: the compiler may not move uses of x across it.
-DEVICE void pin(float& x) { asm volatile("" : "+f"(x) :: "memory"); }
-DEVICE void pin(u32& x) { asm volatile("" : "+r"(x) :: "memory"); }
-// A store that never happens (row sums are not negative) but needs every exponential before the wait that follows it:
-// without it ptxas moves the softmax behind the wait.  Measure with and without.
-DEVICE void hold_before_wait(float row_sum, u32 any_shared_address) {
-  asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], 0; }" :: "f"(row_sum), "r"(any_shared_address) : "memory");
+template <int n_pending> DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n_pending) : "memory");
 }
-// setmaxnreg, by all four warps of a group: a multiple of 8 from 24 to 256.  Growing waits for what others have given back.
-template <int count> DEVICE void registers_shrink() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(count)); }
-template <int count> DEVICE void registers_grow() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(count)); }
+// No instruction: the compiler may not move uses of x across it.
+DEVICE void pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)::"memory"); }
+// A store that never happens (row sums are not negative) but needs every exponential before the wait that
+// follows it: without it ptxas moves the softmax behind the wait.  Measure with and without.
+DEVICE void hold_before_wait(float row_sum, u32 any_shared_address) {
+  asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], 0; }" ::"f"(row_sum),
+               "r"(any_shared_address)
+               : "memory");
+}
+// setmaxnreg, by all four warps of a group: a multiple of 8 from 24 to 256.  Growing waits for what others
+// have given back.
+template <int count> DEVICE void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count> DEVICE void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
 
-// The instruction names every register of D: %0 to %(R - 1) in its text and "+f"(d[0]) to "+f"(d[R - 1]) as operands.
-// WGMMA_TEXT_R and WGMMA_D_R grow by four registers from one R to the next.
+// The instruction names every register of D: %0 to %(R - 1) in its text and "+f"(d[0]) to "+f"(d[R - 1]) as
+// operands. WGMMA_TEXT_R and WGMMA_D_R grow by four registers from one R to the next.
 #define WGMMA_FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_TEXT_4 "%0, %1, %2, %3"
 #define WGMMA_D_4 WGMMA_FOUR(0)
@@ -133,29 +154,37 @@ template <int count> DEVICE void registers_grow() { asm volatile("setmaxnreg.inc
 
 // wgmma of one shape.  n0 to n6 are R to R + 6, the numbers of the operands behind D.
 template <int registers> struct WgmmaShape;
-#define WGMMA_SHAPE(N, R, n0, n1, n2, n3, n4, n5, n6)                                                                         \
-  template <> struct WgmmaShape<R> {                                                                                          \
-    template <int trans_a, int trans_b> DEVICE static void f16_shared(float (&d)[R], u64 a, u64 b, int accumulate) {          \
-      WGMMA_SHARED("f16", N, R, n0, n1, n2, n3, n4);                                                                          \
-    }                                                                                                                         \
-    template <int trans_a, int trans_b> DEVICE static void bf16_shared(float (&d)[R], u64 a, u64 b, int accumulate) {         \
-      WGMMA_SHARED("bf16", N, R, n0, n1, n2, n3, n4);                                                                         \
-    }                                                                                                                         \
-    template <int trans_b> DEVICE static void f16_registers(float (&d)[R], const u32 (&a)[4], u64 b, int accumulate) {        \
-      WGMMA_REGISTERS("f16", N, R, n0, n1, n2, n3, n4, n5, n6);                                                               \
-    }                                                                                                                         \
-    template <int trans_b> DEVICE static void bf16_registers(float (&d)[R], const u32 (&a)[4], u64 b, int accumulate) {       \
-      WGMMA_REGISTERS("bf16", N, R, n0, n1, n2, n3, n4, n5, n6);                                                              \
-    }                                                                                                                         \
+#define WGMMA_SHAPE(N, R, n0, n1, n2, n3, n4, n5, n6)                                            \
+  template <> struct WgmmaShape<R> {                                                             \
+    template <int trans_a, int trans_b>                                                          \
+    DEVICE static void f16_shared(float (&d)[R], u64 a, u64 b, int accumulate) {                 \
+      WGMMA_SHARED("f16", N, R, n0, n1, n2, n3, n4);                                             \
+    }                                                                                            \
+    template <int trans_a, int trans_b>                                                          \
+    DEVICE static void bf16_shared(float (&d)[R], u64 a, u64 b, int accumulate) {                \
+      WGMMA_SHARED("bf16", N, R, n0, n1, n2, n3, n4);                                            \
+    }                                                                                            \
+    template <int trans_b>                                                                       \
+    DEVICE static void f16_registers(float (&d)[R], const u32 (&a)[4], u64 b, int accumulate) {  \
+      WGMMA_REGISTERS("f16", N, R, n0, n1, n2, n3, n4, n5, n6);                                  \
+    }                                                                                            \
+    template <int trans_b>                                                                       \
+    DEVICE static void bf16_registers(float (&d)[R], const u32 (&a)[4], u64 b, int accumulate) { \
+      WGMMA_REGISTERS("bf16", N, R, n0, n1, n2, n3, n4, n5, n6);                                 \
+    }                                                                                            \
   };
-#define WGMMA_SHARED(T, N, R, n0, n1, n2, n3, n4)                                                                             \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T          \
-               " {" WGMMA_TEXT_##R "}, %" #n0 ", %" #n1 ", p, 1, 1, %" #n3 ", %" #n4 "; }"                                    \
-               : WGMMA_D_##R : "l"(a), "l"(b), "r"(accumulate), "n"(trans_a), "n"(trans_b))
-#define WGMMA_REGISTERS(T, N, R, n0, n1, n2, n3, n4, n5, n6)                                                                  \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." T "." T          \
-               " {" WGMMA_TEXT_##R "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", p, 1, 1, %" #n6 "; }"              \
-               : WGMMA_D_##R : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(trans_b))
+#define WGMMA_SHARED(T, N, R, n0, n1, n2, n3, n4)                                                       \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N       \
+               "k16.f32." T "." T " {" WGMMA_TEXT_##R "}, %" #n0 ", %" #n1 ", p, 1, 1, %" #n3 ", %" #n4 \
+                                                      "; }"                                             \
+               : WGMMA_D_##R                                                                            \
+               : "l"(a), "l"(b), "r"(accumulate), "n"(trans_a), "n"(trans_b))
+#define WGMMA_REGISTERS(T, N, R, n0, n1, n2, n3, n4, n5, n6)                                               \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N          \
+               "k16.f32." T "." T " {" WGMMA_TEXT_##R "}, {%" #n0 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 \
+                                                      ", p, 1, 1, %" #n6 "; }"                             \
+               : WGMMA_D_##R                                                                               \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(trans_b))
 WGMMA_SHAPE(8, 4, 4, 5, 6, 7, 8, 9, 10)
 WGMMA_SHAPE(16, 8, 8, 9, 10, 11, 12, 13, 14)
 WGMMA_SHAPE(24, 12, 12, 13, 14, 15, 16, 17, 18)
@@ -191,12 +220,16 @@ WGMMA_SHAPE(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 template <class T, int trans_a = 0, int trans_b = 0, int registers>
 DEVICE void wgmma(float (&d)[registers], u64 a, u64 b, bool accumulate) {
-  if constexpr (is_same<T, f16>) WgmmaShape<registers>::template f16_shared<trans_a, trans_b>(d, a, b, accumulate);
-  else WgmmaShape<registers>::template bf16_shared<trans_a, trans_b>(d, a, b, accumulate);
+  if constexpr (is_same<T, f16>)
+    WgmmaShape<registers>::template f16_shared<trans_a, trans_b>(d, a, b, accumulate);
+  else
+    WgmmaShape<registers>::template bf16_shared<trans_a, trans_b>(d, a, b, accumulate);
 }
 template <class T, int trans_b = 0, int registers>
 DEVICE void wgmma(float (&d)[registers], const u32 (&a)[4], u64 b, bool accumulate) {
-  if constexpr (is_same<T, f16>) WgmmaShape<registers>::template f16_registers<trans_b>(d, a, b, accumulate);
-  else WgmmaShape<registers>::template bf16_registers<trans_b>(d, a, b, accumulate);
+  if constexpr (is_same<T, f16>)
+    WgmmaShape<registers>::template f16_registers<trans_b>(d, a, b, accumulate);
+  else
+    WgmmaShape<registers>::template bf16_registers<trans_b>(d, a, b, accumulate);
 }
 #endif

@@ -1,4 +1,5 @@
-// probe_hopper.cu - one kernel per group of sm_90a instructions: tests/test_instructions_hopper.py checks each.
+// probe_hopper.cu - one kernel per group of sm_90a instructions: tests/test_instructions_hopper.py checks
+// each.
 #include "lib/barrier.cuh"
 #include "lib/cluster.cuh"
 #include "lib/ldmatrix.cuh"
@@ -21,8 +22,10 @@ struct SmemTile {
 
 DEVICE TmaAt place(const Probe& p, int rank) {   // rank is a constant in the caller
   const int* n = p.numbers;
-  return rank == 2 ? tma_at(n[1], n[2]) : rank == 3 ? tma_at(n[1], n[2], n[3]) : rank == 4 ? tma_at(n[1], n[2], n[3], n[4])
-                                                                               : tma_at(n[1], n[2], n[3], n[4], n[5]);
+  if (rank == 2) return tma_at(n[1], n[2]);
+  if (rank == 3) return tma_at(n[1], n[2], n[3]);
+  if (rank == 4) return tma_at(n[1], n[2], n[3], n[4]);
+  return tma_at(n[1], n[2], n[3], n[4], n[5]);
 }
 
 // numbers: rank, coordinates, box bytes at [6].  arrays[1]: the box as it lies in shared memory.
@@ -103,7 +106,8 @@ struct SmemRing {
   Shared<u64, 1, 3> full, empty;
 };
 
-// Sum over numbers[0] tiles of 8 rows of x (rows, 64) u16, by a producer warp and two consumer warps.  out: (64, 2) u32
+// Sum over numbers[0] tiles of 8 rows of x (rows, 64) u16, by a producer warp and two consumer warps.  out:
+// (64, 2) u32
 KERNEL(96, 1) probe_ring(const __grid_constant__ Probe p) {
   SHARED_MEMORY(SmemRing, smem);
   Global<u32> out(p.arrays[1]);
@@ -140,7 +144,8 @@ KERNEL(96, 1) probe_ring(const __grid_constant__ Probe p) {
 
 struct SmemMatrices { Shared<u16, 64, 16> cells; };
 
-// registers (4, 32) u32 -> (64, 16) u16: x4 into rows 0-31 columns 0-7, x4.trans into columns 8-15, x2 and x2.trans below
+// registers (4, 32) u32 -> (64, 16) u16: x4 into rows 0-31 columns 0-7, x4.trans into columns 8-15, x2 and
+// x2.trans below
 KERNEL(32, 1) probe_stmatrix(const __grid_constant__ Probe p) {
   SHARED_MEMORY(SmemMatrices, smem);
   Global<u32> in(p.arrays[0]);
@@ -149,7 +154,8 @@ KERNEL(32, 1) probe_stmatrix(const __grid_constant__ Probe p) {
   for (int i = 0; i < 2; i++)
     for (int c = 0; c < 16; c++) smem.cells(32 * i + lane, c) = 0;
   warp_sync();
-  const u32 r[4] = {in.load(lane), in.load(32 + lane), in.load(64 + lane), in.load(96 + lane)}, two[2] = {r[1], r[2]};
+  const u32 r[4] = {in.load(lane), in.load(32 + lane), in.load(64 + lane), in.load(96 + lane)};
+  const u32 two[2] = {r[1], r[2]};
   stmatrix_x4(smem.cells.address(lane, 0), r);
   stmatrix_x4_trans(smem.cells.address(lane, 8), r);
   stmatrix_x2(smem.cells.address(32 + lane % 16, 0), two);
@@ -164,10 +170,11 @@ struct SmemWgmma {
   Shared<u8, 256, 128> B;
 };
 
-// D (64, N) = A B with both operands given as they lie in shared memory (arrays 0 and 1, numbers 6 and 7 bytes), or A in
-// registers from a row-major (64, 16 steps) array.  arrays[2]: D.  arrays[3]: for each k16 step the byte offsets in A and B.
-// numbers: steps, A leading, A stride, B leading, B stride, layout code.
-template <class T, int N, int trans_a, int trans_b, bool a_in_registers> DEVICE void multiply_probe(const Probe& p) {
+// D (64, N) = A B with both operands given as they lie in shared memory (arrays 0 and 1, numbers 6 and 7
+// bytes), or A in registers from a row-major (64, 16 steps) array.  arrays[2]: D.  arrays[3]: for each k16
+// step the byte offsets in A and B. numbers: steps, A leading, A stride, B leading, B stride, layout code.
+template <class T, int N, int trans_a, int trans_b, bool a_in_registers>
+DEVICE void multiply_probe(const Probe& p) {
   SHARED_MEMORY(SmemWgmma, smem);
   Global<u8> A(p.arrays[0]), B(p.arrays[1]);
   Global<u16> A_rows(p.arrays[0]);
@@ -187,13 +194,16 @@ template <class T, int N, int trans_a, int trans_b, bool a_in_registers> DEVICE 
   for (int k = 0; k < 4; k++)
     for (int i = 0; i < 4; i++) {
       const int at = (16 * warp + g + 8 * (i % 2)) * 16 * n[0] + 16 * k + 2 * t + 8 * (i / 2);
-      a[k][i] = a_in_registers && k < n[0] ? A_rows.load(at) | static_cast<u32>(A_rows.load(at + 1)) << 16 : 0;
+      a[k][i] = 0;
+      if (a_in_registers && k < n[0]) a[k][i] = A_rows.load(at) | static_cast<u32>(A_rows.load(at + 1)) << 16;
     }
   u64 descriptor_a[4], descriptor_b[4];
   for (int k = 0; k < 4; k++) {
     const int at = k < n[0] ? k : 0;
-    descriptor_a[k] = wgmma_descriptor(smem.A.address(0, 0) + offsets.load(2 * at), n[1], n[2], static_cast<Swizzle>(n[5]));
-    descriptor_b[k] = wgmma_descriptor(smem.B.address(0, 0) + offsets.load(2 * at + 1), n[3], n[4], static_cast<Swizzle>(n[5]));
+    const u32 from_a = smem.A.address(0, 0) + offsets.load(2 * at);
+    const u32 from_b = smem.B.address(0, 0) + offsets.load(2 * at + 1);
+    descriptor_a[k] = wgmma_descriptor(from_a, n[1], n[2], static_cast<Swizzle>(n[5]));
+    descriptor_b[k] = wgmma_descriptor(from_b, n[3], n[4], static_cast<Swizzle>(n[5]));
   }
   wgmma_fence();
 #pragma unroll
@@ -207,15 +217,33 @@ template <class T, int N, int trans_a, int trans_b, bool a_in_registers> DEVICE 
     D.store((16 * warp + g + 8 * (i >> 1 & 1)) * N + 8 * (i >> 2) + 2 * t + (i & 1), d[i]);
 }
 
-KERNEL(128, 1) probe_wgmma_bf16_n64(const __grid_constant__ Probe p) { multiply_probe<bf16, 64, 0, 0, false>(p); }
-KERNEL(128, 1) probe_wgmma_f16_n8(const __grid_constant__ Probe p) { multiply_probe<f16, 8, 0, 0, false>(p); }
-KERNEL(128, 1) probe_wgmma_bf16_n80(const __grid_constant__ Probe p) { multiply_probe<bf16, 80, 0, 0, false>(p); }
-KERNEL(128, 1) probe_wgmma_bf16_n128_tb(const __grid_constant__ Probe p) { multiply_probe<bf16, 128, 0, 1, false>(p); }
-KERNEL(128, 1) probe_wgmma_f16_n96_ta_tb(const __grid_constant__ Probe p) { multiply_probe<f16, 96, 1, 1, false>(p); }
-KERNEL(128, 1) probe_wgmma_bf16_n256(const __grid_constant__ Probe p) { multiply_probe<bf16, 256, 0, 0, false>(p); }
-KERNEL(128, 1) probe_wgmma_bf16_n256_ta(const __grid_constant__ Probe p) { multiply_probe<bf16, 256, 1, 0, false>(p); }
-KERNEL(128, 1) probe_wgmma_bf16_n64_rs_tb(const __grid_constant__ Probe p) { multiply_probe<bf16, 64, 0, 1, true>(p); }
-KERNEL(128, 1) probe_wgmma_f16_n176_rs(const __grid_constant__ Probe p) { multiply_probe<f16, 176, 0, 0, true>(p); }
+KERNEL(128, 1) probe_wgmma_bf16_n64(const __grid_constant__ Probe p) {
+  multiply_probe<bf16, 64, 0, 0, false>(p);
+}
+KERNEL(128, 1) probe_wgmma_f16_n8(const __grid_constant__ Probe p) {
+  multiply_probe<f16, 8, 0, 0, false>(p);
+}
+KERNEL(128, 1) probe_wgmma_bf16_n80(const __grid_constant__ Probe p) {
+  multiply_probe<bf16, 80, 0, 0, false>(p);
+}
+KERNEL(128, 1) probe_wgmma_bf16_n128_tb(const __grid_constant__ Probe p) {
+  multiply_probe<bf16, 128, 0, 1, false>(p);
+}
+KERNEL(128, 1) probe_wgmma_f16_n96_ta_tb(const __grid_constant__ Probe p) {
+  multiply_probe<f16, 96, 1, 1, false>(p);
+}
+KERNEL(128, 1) probe_wgmma_bf16_n256(const __grid_constant__ Probe p) {
+  multiply_probe<bf16, 256, 0, 0, false>(p);
+}
+KERNEL(128, 1) probe_wgmma_bf16_n256_ta(const __grid_constant__ Probe p) {
+  multiply_probe<bf16, 256, 1, 0, false>(p);
+}
+KERNEL(128, 1) probe_wgmma_bf16_n64_rs_tb(const __grid_constant__ Probe p) {
+  multiply_probe<bf16, 64, 0, 1, true>(p);
+}
+KERNEL(128, 1) probe_wgmma_f16_n176_rs(const __grid_constant__ Probe p) {
+  multiply_probe<f16, 176, 0, 0, true>(p);
+}
 
 struct SmemCluster {
   Shared<u8, 8, 128> tile;        // the same box in both blocks
@@ -223,8 +251,9 @@ struct SmemCluster {
   Shared<u64, 1, 3> full;         // 0: the box, 1: theirs, 2: the peer has read it
 };
 
-// Two blocks: a multicast load (rank 0 asks for rows 0-3, rank 1 for rows 4-7), a bulk copy to the peer, DSMEM, remote
-// arrivals.  out (blocks, 4 + 64 + 1024): ranks, sizes, a word read from the peer, one written by it; theirs; tile
+// Two blocks: a multicast load (rank 0 asks for rows 0-3, rank 1 for rows 4-7), a bulk copy to the peer,
+// DSMEM, remote arrivals.  out (blocks, 4 + 64 + 1024): ranks, sizes, a word read from the peer, one written
+// by it; theirs; tile
 CLUSTER_KERNEL(64, 1, 2, probe_cluster)(const __grid_constant__ Probe p) {
   SHARED_MEMORY(SmemCluster, smem);
   Global<u32> out(p.arrays[1]);
@@ -244,7 +273,8 @@ CLUSTER_KERNEL(64, 1, 2, probe_cluster)(const __grid_constant__ Probe p) {
     mbarrier_arrive_expect(box, 1024);
     tma_load_multicast(smem.tile.address(4 * rank, 0), p.maps[0], box, tma_at(0, 4 * rank), 3);
     mbarrier_arrive_expect(exchange, 256);
-    bulk_to_peer(cluster_address(smem.theirs.address(0, 0), peer), smem.mine.address(0, 0), 256, cluster_address(exchange, peer));
+    bulk_to_peer(cluster_address(smem.theirs.address(0, 0), peer), smem.mine.address(0, 0), 256,
+                 cluster_address(exchange, peer));
   }
   mbarrier_wait(box, 0);
   mbarrier_wait(exchange, 0);

@@ -1,4 +1,5 @@
-// probe_warp.cu - one kernel per group of warp and block instructions (sm_80): tests/test_instructions.py checks each.
+// probe_warp.cu - one kernel per group of warp and block instructions (sm_80): tests/test_instructions.py
+// checks each.
 #include "lib/barrier.cuh"
 #include "lib/cp_async.cuh"
 #include "lib/ldmatrix.cuh"
@@ -62,7 +63,8 @@ KERNEL(64, 1) probe_atomics(const __grid_constant__ Probe p) {
 
 struct SmemMatrices { Shared<u16, 32, 16> in; Shared<u16, 32, 16> out; };
 
-// x: (32, 16) u16 = matrices of 8 rows in columns 0-7 and 8-15.  out: (5, 32, 4) registers, then (32, 16) by stmatrix's reader
+// x: (32, 16) u16 = matrices of 8 rows in columns 0-7 and 8-15.  out: (5, 32, 4) registers, then (32, 16) by
+// stmatrix's reader
 KERNEL(32, 1) probe_ldmatrix(const __grid_constant__ Probe p) {
   SHARED_MEMORY(SmemMatrices, smem);
   Global<u16> x(p.arrays[0]);
@@ -94,7 +96,9 @@ KERNEL(32, 1) probe_mma(const __grid_constant__ Probe p) {
   Global<u16> A(p.arrays[0]), B(p.arrays[1]);
   Global<float> D(p.arrays[2]);
   const int g = threadIdx.x / 4, t = threadIdx.x % 4;
-  auto pair_a = [&](int row, int k) { return A.load(row * 16 + k) | static_cast<u32>(A.load(row * 16 + k + 1)) << 16; };
+  auto pair_a = [&](int row, int k) {
+    return A.load(row * 16 + k) | static_cast<u32>(A.load(row * 16 + k + 1)) << 16;
+  };
   auto pair_b = [&](int k) { return B.load(k * 8 + g) | static_cast<u32>(B.load((k + 1) * 8 + g)) << 16; };
   float d[4] = {1, 2, 3, 4};
   const u32 a[4] = {pair_a(g, 2 * t), pair_a(g + 8, 2 * t), pair_a(g, 2 * t + 8), pair_a(g + 8, 2 * t + 8)};
@@ -110,8 +114,8 @@ KERNEL(32, 1) probe_tf32(const __grid_constant__ Probe p) {
   Global<float> A(p.arrays[0]), B(p.arrays[1]), D(p.arrays[2]);
   const int g = threadIdx.x / 4, t = threadIdx.x % 4;
   float d[4] = {};
-  const u32 a[4] = {to_tf32(A.load(g * 8 + t)), to_tf32(A.load((g + 8) * 8 + t)), to_tf32(A.load(g * 8 + t + 4)),
-                    to_tf32(A.load((g + 8) * 8 + t + 4))};
+  auto of_a = [&](int row, int k) { return to_tf32(A.load(row * 8 + k)); };
+  const u32 a[4] = {of_a(g, t), of_a(g + 8, t), of_a(g, t + 4), of_a(g + 8, t + 4)};
   mma_tf32_k8(d, a, to_tf32(B.load(t * 8 + g)), to_tf32(B.load((t + 4) * 8 + g)));
   for (int i = 0; i < 4; i++) D.store((g + 8 * (i / 2)) * 8 + 2 * t + i % 2, d[i]);
 }
@@ -128,19 +132,21 @@ KERNEL(64, 1) probe_pack(const __grid_constant__ Probe p) {
 
 struct SmemCopies { Shared<u8, 4, 512> stages; };
 
-// x: (6, 512) bytes through 4 stages -> out; tile j's thread t copies (t % 17) of 16 bytes, the rest are zeros
+// x: (6, 512) bytes through 4 stages -> out; tile j's thread t copies (t % 17) of 16 bytes, the rest are
+// zeros
 KERNEL(32, 1) probe_cp_async(const __grid_constant__ Probe p) {
   SHARED_MEMORY(SmemCopies, smem);
   Global<u8> x(p.arrays[0]), out(p.arrays[1]);
   const int t = threadIdx.x, n = 6;
   auto request = [&](int j) {
-    if (j < n) cp_async(smem.stages.address(j % 4, 16 * t), x.address(512 * j + 16 * t, (t + j) % 17), (t + j) % 17);
+    const u32 n_valid = (t + j) % 17;
+    if (j < n) cp_async(smem.stages.address(j % 4, 16 * t), x.address(512 * j + 16 * t, n_valid), n_valid);
     cp_async_commit();
   };
   for (int j = 0; j < 3; j++) request(j);
   for (int j = 0; j < n; j++) {
     cp_async_wait<2>();
-    warp_sync();   // tile j is complete; and the stage of tile j - 1, which request(j + 3) overwrites, has been read
+    warp_sync();   // tile j is complete; tile j - 1, whose stage request(j + 3) overwrites, has been read
     request(j + 3);
     for (int i = 0; i < 16; i++) out.store(512 * j + 32 * i + t, smem.stages(j % 4, 32 * i + t));
   }

@@ -35,7 +35,7 @@ KERNEL(256, 1) seeded_tile(const __grid_constant__ Probe p) {
 
 struct SmemRing { Shared<float, 2, 128> stages; };
 
-// out[t] = sum over tiles j of x[j][127 - t], two stages filled by cp.async.   x: (numbers[0], 128), out: (128)
+// out[t] = sum over tiles j of x[j][127 - t], two stages, cp.async.   x: (numbers[0], 128), out: (128)
 KERNEL(128, 1) seeded_ring(const __grid_constant__ Probe p) {
   SHARED_MEMORY(SmemRing, smem);
   Global<float> x(p.arrays[0]), out(p.arrays[1]);

@@ -1,4 +1,4 @@
-// seeded_hopper.cu - a small TMA and wgmma pipeline; tests/test_emulator_async.py breaks copies of it.   sm_90a
+// seeded_hopper.cu - a small TMA and wgmma pipeline that tests/test_emulator_async.py breaks.   sm_90a
 #include "lib/barrier.cuh"
 #include "lib/ldmatrix.cuh"
 #include "lib/mbarrier.cuh"
@@ -22,8 +22,8 @@ struct Smem {
   Shared<u64, 1, 1> Q_full;
 };
 
-// O = sum over tiles j of bf16(Q K_j^T)^T K_j: rows 0-63 of the array are Q, then numbers[0] tiles K_j.  One consumer
-// warpgroup, one producer warp.
+// O = sum over tiles j of bf16(Q K_j^T)^T K_j: rows 0-63 of the array are Q, then numbers[0] tiles K_j.  One
+// consumer warpgroup, one producer warp.
 KERNEL(160, 1) seeded_pipeline(const __grid_constant__ Probe p) {
   SHARED_MEMORY(Smem, smem);
   const int warp = shfl(static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32, n = p.numbers[0];
