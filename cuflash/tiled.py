@@ -38,7 +38,8 @@ from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence, sequences
 from cuflash.results import allocate_missing
 from cuflash.tiled_backward import backward
-from cuflash.tiled_scores import FAST, Buffers, Head, largest_norm, product
+from cuflash.tiled_buffers import Buffers
+from cuflash.tiled_scores import FAST, Head, largest_norm, product
 from cuflash.tiled_visible import cut, tile_size
 from cuflash.tiled_workers import Queue, Turn, n_flop, run
 
@@ -105,7 +106,7 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
         is_small = is_small and longest_q * largest_norm(K) <= SMALL and largest_norm(V) <= SMALL_V
         if is_small:  # m is 0, and may stay so
             P = small_exp(S, out=S)
-            head.visible.hide(P, r0, j0, 0)
+            head.visible.hide(P, r0, j0, 0, buffers)
             pairs = None
         else:
             head.change(S, m[rows], r0, j0, buffers)  # scores, above m
@@ -115,7 +116,7 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
             P = exp(S, out=S)
         l[rows] += P @ np.ones(j1 - j0, P.dtype)
         if head.dropout is not None:
-            np.copyto(P, 0, where=head.dropped(r0, r1, j0, j1))
+            buffers.keep_only(P, head.kept(r0, r1, j0, j1), 0)
         O[rows] += product(P, V, pairs, out=buffers.empty("PV", r1 - r0, V.shape[1]))
 
     np.divide(m + log(l), units, out=lse)  # natural; -inf where nothing was seen

@@ -26,7 +26,8 @@ import numpy as np
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence, sequences
 from cuflash.results import allocate_missing
-from cuflash.tiled_scores import Buffers, Head, product
+from cuflash.tiled_buffers import Buffers
+from cuflash.tiled_scores import Head, product
 from cuflash.tiled_sums import Sums
 from cuflash.tiled_visible import cut, tile_size
 from cuflash.tiled_workers import Queue, Turn, n_flop, run
@@ -103,9 +104,9 @@ def differentiate(heads: list[Head], tile: KeyTile, turn: Turn, sums: Sums, buff
         P = head.base.exp(S, out=S)
         dP = np.matmul(dO, V.T, out=buffers.by_key("dP", i1 - i0, c1 - c0))  # dO V^T - delta
         if dropout is not None:
-            dropped = head.dropped(i0, i1, c0, c1)
+            kept = head.kept(i0, i1, c0, c1)
+            buffers.keep_only(dP, kept, 0)
             dP /= 1 - dropout
-            np.copyto(dP, 0, where=dropped)
             dP -= delta[:, None]
         dS = np.multiply(P, dP, out=dP)
         if pairs is not None:
@@ -114,7 +115,7 @@ def differentiate(heads: list[Head], tile: KeyTile, turn: Turn, sums: Sums, buff
         if softcap is not None:
             head.differentiate_softcap(dS, tanh, pairs)
         if dropout is not None:
-            np.copyto(P, 0, where=dropped)
+            buffers.keep_only(P, kept, 0)
 
         pairs_T = None if pairs is None else pairs.T
         dV[keys] += product(P.T, dO[:, :dim_v], pairs_T, out=buffers.empty("P^T dO", c1 - c0, dim_v))

@@ -22,6 +22,7 @@ from numpy.lib.introspect import opt_func_info
 from cuflash.philox import dropout_keep
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence
+from cuflash.tiled_buffers import Buffers
 from cuflash.tiled_visible import Visible, cut, part, plane
 
 
@@ -60,51 +61,6 @@ def fast_base() -> Base:
 
 
 FAST = fast_base()
-
-
-class Buffers:
-    """One thread's memory: named arrays, made once, handed out in the shape that a tile needs."""
-
-    def __init__(self, dtype: str):
-        self.dtype = np.dtype(dtype)
-        self._flat: dict[str, np.ndarray] = {}
-
-    def empty(self, name: str, rows: int, columns: int) -> np.ndarray:
-        """(rows, columns), C-contiguous, with any content."""
-        flat = self._flat.get(name)
-        if flat is None or flat.size < rows * columns:
-            flat = self._flat[name] = np.empty(rows * columns, self.dtype)
-        return flat[: rows * columns].reshape(rows, columns)
-
-    def by_key(self, name: str, rows: int, columns: int) -> np.ndarray:
-        """(rows, columns) that lies in memory column by column: what the backward keeps a tile of S in."""
-        return self.empty(name, columns, rows).T
-
-    def like(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """An array with the shape of tile and its order in memory."""
-        return self.empty(name, *tile.shape) if tile.flags.c_contiguous else self.by_key(name, *tile.shape)
-
-    def zeros(self, name: str, rows: int, columns: int) -> np.ndarray:
-        """(rows, columns) of 0."""
-        array = self.empty(name, rows, columns)
-        array[...] = 0
-        return array
-
-    def load(self, name: str, x: np.ndarray) -> np.ndarray:
-        """x (n, dim) in the accumulation dtype."""
-        tile = self.empty(name, *x.shape)
-        np.copyto(tile, x, casting="unsafe")
-        return tile
-
-    def load_with(self, name: str, x: np.ndarray, column: Any, factor: float = 1.0) -> np.ndarray:
-        """[factor x, column], (n, dim + 1), of x (n, dim): in the accumulation dtype, one column more."""
-        n, dim = x.shape
-        tile = self.empty(name, n, dim + 1)
-        np.copyto(tile[:, :dim], x, casting="unsafe")
-        if factor != 1:
-            tile[:, :dim] *= self.dtype.type(factor)
-        tile[:, dim] = column
-        return tile
 
 
 class Head:
@@ -175,7 +131,7 @@ class Head:
             bias = buffers.like("bias", S) if tile.shape == S.shape else buffers.empty("bias", *tile.shape)
             np.copyto(bias, tile, casting="unsafe")
             S += bias
-        self.visible.hide(S, i0, j0, -np.inf)
+        self.visible.hide(S, i0, j0, -np.inf, buffers)
         if is_nan.any():  # every weight of such a row is NaN, but a hidden pair has no weight
             np.copyto(S, np.nan, where=is_nan[:, None] & (~np.isneginf(S)))
         return tanh
@@ -202,10 +158,15 @@ class Head:
         np.subtract(i[:, None], j.astype(out.dtype), out=out)
         return np.abs(out, out=out)
 
-    def dropped(self, i0: int, i1: int, j0: int, j1: int) -> np.ndarray:
-        """Which weights dropout takes away: bool (n_queries, n_keys)."""
-        at = (self.dropout, self.sequence.b, self.h, np.arange(i0, i1), np.arange(j0, j1))
-        return ~dropout_keep(self.operands.seed, *at, self.operands.counter_shift)
+    def kept(self, i0: int, i1: int, j0: int, j1: int) -> np.ndarray:
+        """The weights that dropout leaves: bool (n_queries, n_keys)."""
+        kept = np.empty((i1 - i0, j1 - j0), bool)
+        j = np.arange(j0, j1)
+        for r0, r1 in cut(i0, i1, max(1, 2**17 // len(j))):  # Philox's temporaries should stay in the cache
+            i = np.arange(r0, r1)
+            at = (self.operands.seed, self.dropout, self.sequence.b, self.h, i, j)
+            kept[r0 - i0 : r1 - i0] = dropout_keep(*at, self.operands.counter_shift)
+        return kept
 
 
 def largest_norm(x: np.ndarray) -> float:

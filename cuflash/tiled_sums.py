@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cuflash.problem import Operands, Problem
-from cuflash.tiled_scores import Buffers, Head
+from cuflash.tiled_buffers import Buffers
+from cuflash.tiled_scores import Head
 from cuflash.tiled_visible import cut, part, plane
 
 ROWS = 1024  # rows of dO and O taken at once for delta
@@ -50,7 +51,10 @@ class Sums:
             self.bias_has_rows = operands.bias.shape[2] != 1
             n_keys = operands.bias.shape[3]
             one_row = (*places, 1, n_keys if n_keys != 1 else n_tiles)
-            self.dbias = np.zeros(operands.bias.shape if self.bias_has_rows else one_row, dtype)
+            is_result = self.bias_has_rows and self.grads["dbias"].dtype == dtype
+            shape = operands.bias.shape if self.bias_has_rows else one_row
+            self.dbias = self.grads["dbias"] if is_result else np.empty(shape, dtype)
+            self.dbias[...] = 0
         self.dslopes = np.zeros((*places, n_tiles), dtype) if problem.has_alibi else None
         self.dsink = np.zeros(places, dtype) if problem.has_sink else None
 
@@ -104,13 +108,13 @@ class Sums:
         if self.dq is not self.grads["dq"]:
             found["dq"] = self.dq
         if self.problem.bias is not None:
-            found["dbias"] = summed_like(self.dbias, self.operands.bias)
+            found["dbias"] = self.dbias if self.bias_has_rows else summed_like(self.dbias, self.operands.bias)
         if self.dslopes is not None:
             found["dalibi_slopes"] = summed_like(self.dslopes.sum(axis=2), self.operands.alibi_slopes)
         if self.dsink is not None:
             found["dsink"] = self.dsink.sum(axis=0)
         for name, array in found.items():
-            if name in self.grads:
+            if array is not self.grads[name]:
                 np.copyto(self.grads[name], array, casting="unsafe")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence
+from cuflash.tiled_buffers import Buffers
 
 GRAIN = 64  # rows or keys: a narrower tile costs more per pair than the hidden pairs that it leaves out
 
@@ -89,7 +90,7 @@ class Visible:
         runs = np.clip(edges, begin, end).reshape(-1, 2).tolist()
         return [tile for run in runs for tile in cut(*run, size)]
 
-    def hide(self, tile: np.ndarray, i0: int, j0: int, value: float) -> None:
+    def hide(self, tile: np.ndarray, i0: int, j0: int, value: float, buffers: Buffers) -> None:
         """Write value into the hidden pairs of the tile at (i0, j0): -inf into scores, 0 into weights."""
         i1, j1 = i0 + tile.shape[0], j0 + tile.shape[1]
         if self.last is not None:  # the corner of early queries and late keys
@@ -105,13 +106,13 @@ class Visible:
         if self.mask is not None:
             visible = part(self.mask, i0, i1, j0, j1)
             if not visible.all():
-                np.copyto(tile, value, where=~visible)
+                buffers.keep_only(tile, visible, value)
         if self.block_mask is not None:
             kept = kept_blocks(self.block_mask, self.sequence.b, self.h, (i0, i1), (j0, j1))
             if not kept.all():
                 rows = np.arange(i0, i1) // self.block_mask.block_q - i0 // self.block_mask.block_q
                 columns = np.arange(j0, j1) // self.block_mask.block_k - j0 // self.block_mask.block_k
-                np.copyto(tile, value, where=~kept[rows[:, None], columns])
+                buffers.keep_only(tile, kept[rows[:, None], columns], value)
 
 
 @functools.lru_cache(maxsize=8)
