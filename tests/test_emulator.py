@@ -166,6 +166,25 @@ def test_a_kernel_gone_wild_neither_hangs_nor_crashes(new, words, seed):
     assert run_tile(seed=seed)  # and the process goes on
 
 
+def test_ctrl_c_ends_a_launch():
+    import _thread
+    import threading
+
+    timer = threading.Timer(0.5, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_tile((SUM_SYNC, "for (volatile int i = 0;; i = i + 1) {}"), stall_seconds=100)
+    timer.join()
+    assert run_tile()
+
+
+def test_threads_of_python_launch_side_by_side():
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda seed: run_tile(seed=seed), range(24)))
+
+
 def test_cp_async_waits():
     wait = "cp_async_wait<1>();"
     for copies in ("early", "late"):

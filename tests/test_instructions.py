@@ -68,6 +68,17 @@ def test_atomics(where):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_take_turns(where, seed):
+    n = 40
+    given = [np.zeros(1, np.int32), np.zeros(4, np.float32), np.full(n, np.nan, np.float32)]
+    with emulator.options(seed=seed):
+        turn, total, order = probe(where, "probe_warp", "probe_turns", given, grid=n)
+    numbers = np.arange(1, n + 1)
+    assert turn[0] == n and np.array_equal(total, numbers.sum() * np.arange(1, 5))
+    assert np.array_equal(order, np.cumsum(numbers) - numbers)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ldmatrix_and_movmatrix(where, seed):
     x = np.arange(512, dtype=np.uint16).reshape(32, 16)
     with emulator.options(seed=seed):

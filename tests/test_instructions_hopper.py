@@ -3,9 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from probes import probe, swizzle
+from probes import expand, probe, swizzle
 
-from cuflash import emulator
+from cuflash import build, emulator
 from cuflash.errors import CuflashError
 
 WHERE = ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -252,3 +252,28 @@ def test_tensor_map_refuses_in_words():
             tensormap.Layout(**(base | change))
     with pytest.raises(CuflashError, match="multiple of 16"):
         tensormap.Layout(**base).encode(8)
+
+
+def test_every_wgmma_shape_and_type_compiles():
+    """All 32 widths, 16-bit types, operand kinds and transposes, to PTX: the text names each once per call."""
+    try:
+        build.nvrtc()
+    except CuflashError as error:
+        pytest.skip(str(error).splitlines()[0])
+    calls = "".join(
+        f"  {{ float d[{n // 2}]; for (int i = 0; i < {n // 2}; i++) d[i] = x;\n"
+        f"    wgmma<bf16, 0, 1>(d, p, p, x > 1); wgmma<f16, 1, 0>(d, p, p, true);\n"
+        f"    wgmma<bf16, 1>(d, a, p, true); wgmma<f16>(d, a, p, false);\n"
+        f"    for (int i = 0; i < {n // 2}; i++) x += d[i]; }}\n"
+        for n in range(8, 257, 8)
+    )
+    text = (
+        '#include "lib/wgmma.cuh"\nextern "C" __global__ void all(float* out, u64 p) {\n'
+        f"  float x = out[0];\n  u32 a[4] = {{1, 2, 3, 4}};\n{calls}  out[0] = x;\n}}\n"
+    )
+    job = build.Job("all_shapes", (), "compute_90a")
+    options = ["-arch=compute_90a", "--std=c++17"]
+    image, _ = build._run_nvrtc(job, expand("all_shapes", text, False), options)
+    ptx = image.decode()
+    for n in range(8, 257, 8):
+        assert ptx.count(f"m64n{n}k16.f32.bf16.bf16") == 2 and ptx.count(f"m64n{n}k16.f32.f16.f16") == 2

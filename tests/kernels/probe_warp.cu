@@ -61,6 +61,23 @@ KERNEL(64, 1) probe_atomics(const __grid_constant__ Probe p) {
   total.add(0, 0.5f);
 }
 
+struct alignas(16) Four { float item[4]; };
+
+// Blocks add their number + 1 to total (4 floats) one after another, by turns: turn ends at the number of blocks.
+// order[b]: what block b found in total[0].
+KERNEL(32, 1) probe_turns(const __grid_constant__ Probe p) {
+  Global<int> turn(p.arrays[0]);
+  Global<float> total(p.arrays[1]), order(p.arrays[2]);
+  const int b = blockIdx.x;
+  if (threadIdx.x == 0) {
+    turn.wait_for(0, b);
+    order.store(b, total.load(0));
+    const float one = static_cast<float>(b + 1);
+    total.add_as(0, Four{{one, 2 * one, 3 * one, 4 * one}});
+    turn.add_release(0, 1);
+  }
+}
+
 struct SmemMatrices { Shared<u16, 32, 16> in; Shared<u16, 32, 16> out; };
 
 // x: (32, 16) u16 = matrices of 8 rows in columns 0-7 and 8-15.  out: (5, 32, 4) registers, then (32, 16) by
