@@ -8,12 +8,13 @@ over query rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuflash import reference
-from cuflash.arrays import module_of
+from cuflash.arrays import array_spec, is_cupy, module_of
 from cuflash.check import check
 from cuflash.errors import CuflashError
 from cuflash.problem import Operands, Problem
@@ -74,12 +75,30 @@ def key_importance(q: Any, k: Any, **options: Any) -> Any:
     Options as in `attention_weights`.  Raises CuflashError as `attention` does.
     """
     problem, operands = _parse("key_importance", q, k, options)
-    xp = module_of(operands.q)
+    if is_cupy(operands.q):
+        from cuflash import devices
+
+        total = _sums_by_kernel(problem, operands, devices.gpu(operands.q.device.id))
+        return total[0] if problem.packed else total
     rows = _checked_rows(problem, operands, None)
-    total = xp.zeros((*rows.shape[:2], problem.len_k), problem.accumulator)
+    total = np.zeros((*rows.shape[:2], problem.len_k), problem.accumulator)
     for b, h, _, columns, _, P, _ in _blocks(problem, operands, rows):
         total[b, h, columns] += P.sum(axis=0)
     return total[0] if problem.packed else total
+
+
+def _sums_by_kernel(problem: Problem, operands: Operands, device: Any) -> Any:
+    """Column sums by kernels: a forward for lse, with a v of one column, then kernels/pass_columns.cu."""
+    from cuflash import launch, passes, plan
+
+    v = operands.k[..., :1]
+    specs = dict(problem.specs) | {"v": array_spec(v)}
+    problem = replace(
+        problem, head_dim_v=1, out_dtype=problem.dtype, dropout=None, specs=tuple(sorted(specs.items()))
+    )
+    operands = replace(operands, v=v, seed=None, workspace=None, progress=None)
+    operands.lse = launch.run(plan.make(problem, device), operands)["lse"]
+    return passes.column_sums(problem, operands, device)
 
 
 def row_stats(q: Any, k: Any, **options: Any) -> RowStats:

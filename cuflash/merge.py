@@ -11,6 +11,7 @@ draws its piece of the whole mask.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,11 +48,34 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bshd") -> 
     """
     outs, lses, xp = _parts("merge", list(outs), list(lses), layout)
     dtype = _accumulator(lses)
+    if xp is not np:
+        return _by_kernel(xp, outs, lses, layout, dtype)
     weights, lse = _weights(xp, [part.astype(dtype) for part in lses])
     out = None
     for part, w in zip(outs, weights, strict=True):
         weighted = _times(xp, _on_axes_of_out(w, layout), part.astype(dtype))
         out = weighted if out is None else out + weighted
+    return out, lse
+
+
+def _by_kernel(xp: Any, outs: list, lses: list, layout: str, dtype: str, device: Any = None) -> tuple:
+    """The same by kernels/pass_merge.cu.  device: None is that of the parts."""
+    from cuflash import devices, passes
+
+    with contextlib.nullcontext() if device else outs[0].device:
+        out, lse = xp.empty(outs[0].shape, dtype), xp.empty(lses[0].shape, dtype)
+
+    def canonical(array: Any) -> Any:
+        array = array[None] if out.ndim == 3 else array
+        return array.swapaxes(1, 2) if layout == "bhsd" and array.ndim == 4 else array
+
+    def with_batch(array: Any) -> Any:
+        return array[None] if out.ndim == 3 else array
+
+    passes.merge(
+        [canonical(part) for part in outs], [with_batch(part) for part in lses],
+        canonical(out), with_batch(lse), device or devices.gpu(out.device.id),
+    )  # fmt: skip
     return out, lse
 
 

@@ -109,23 +109,22 @@ def dropout_mask(
             raise CuflashError(f"dropout_mask: {name} is {n!r}\n  Sizes are whole numbers from 0.")
     p, seed, shift = _checked(dropout, device)
     if device is None:
-        return _fill(np, tuple(sizes.values()), p, seed, shift)
-    import cupy
+        return _fill(tuple(sizes.values()), p, seed, shift)
+    from cuflash import devices, passes
 
-    with cupy.cuda.Device(device):
-        return _fill(cupy, tuple(sizes.values()), p, seed, shift)
+    return passes.dropout_mask(tuple(sizes.values()), p or 0.0, seed, shift, devices.gpu(device))
 
 
-def _fill(xp: Any, shape: tuple[int, ...], p: float | None, seed: Any, shift: tuple) -> Any:
+def _fill(shape: tuple[int, ...], p: float | None, seed: Any, shift: tuple) -> Any:
     batch, heads, len_q, len_k = shape
-    keep = xp.ones(shape, bool)
+    keep = np.ones(shape, bool)
     if p is None or not keep.size:
         return keep
-    j = xp.arange(len_k)
+    j = np.arange(len_k)
     n_rows = max(1, WORDS_AT_ONCE // len_k)
     for b, h in np.ndindex(batch, heads):
         for i0 in range(0, len_q, n_rows):
-            i = xp.arange(i0, min(i0 + n_rows, len_q))
+            i = np.arange(i0, min(i0 + n_rows, len_q))
             keep[b, h, i0 : i0 + len(i)] = dropout_keep(seed, p, b, h, i, j, shift)
     return keep
 

@@ -1,35 +1,13 @@
-// pass_convert.cu - an array in another dtype, with other strides, times a number.   any GPU
+// pass_convert.cu - sums of a backward kernel in the dtype asked for, times a number.   any GPU
 //
-// pass_convert         dbias = bias * scale: any four axes (batch, heads, len_q, len_k) of those two fields,
-//                      any strides on both sides, dtypes DTYPE -> OUT_DTYPE: copies of operands that a kernel
-//                      cannot address
-// pass_convert__dq     dQ = dQ_sum * scale: the sums of a backward kernel, in acc, to the dtype asked for
-// pass_convert__dk, __dv   the same for dK_sum (times scale) and dV_sum, where a kernel leaves such sums
+// pass_convert__dq            dQ = dQ_sum * scale: sums in acc, target of any strides
+// pass_convert__dk, __dv      the same for dK_sum (times scale) and dV_sum, where a kernel leaves such sums
 // Grid         x: one warp per row of the last axis
 // Bytes        source and target once
 #include "lib/params.cuh"
 #include "lib/positions.cuh"
 
 DEVICE i64 warp_number() { return static_cast<i64>(blockIdx.x) * n_warps + threadIdx.x / 32; }
-
-KERNEL(n_threads, 1) pass_convert(const __grid_constant__ Args args) {
-  const i64 at = warp_number();
-  if (at >= args.batch * args.heads * args.len_q) return;
-  const i64 row = at % args.len_q, h = at / args.len_q % args.heads, b = at / args.len_q / args.heads;
-  const Global<elem> source(args.bias.data);
-  const Global<out_elem> target(args.dbias.data);
-  const i64 from = b * args.bias.batch + h * args.bias.head + row * args.bias.row;
-  const i64 to = b * args.dbias.batch + h * args.dbias.head + row * args.dbias.row;
-  for (i64 col = threadIdx.x % 32; col < args.len_k; col += 32) {
-    const elem number = source.load(from + col * args.bias.col);
-    // A plain copy keeps every bit.
-    if (is_same<elem, out_elem> && args.scale == 1)
-      target.store(to + col * args.dbias.col, convert<out_elem>(number));
-    else
-      target.store(to + col * args.dbias.col,
-                   convert<out_elem>(convert<acc>(number) * static_cast<acc>(args.scale)));
-  }
-}
 
 // target[b, row, h, :dim] = source * scale
 DEVICE void convert_rows(const Tensor& source, const Tensor& target, i64 batch, i64 len, i64 heads, i64 dim,
