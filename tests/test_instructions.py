@@ -1,11 +1,15 @@
 """Each instruction wrapper of kernels/lib against NumPy: in the emulator, and the same kernels on a GPU."""
 
+import struct
+from collections import Counter
+
 import ml_dtypes
 import numpy as np
 import pytest
-from probes import probe
+from probes import expand, probe
 
-from cuflash import emulator
+from cuflash import build, emulator
+from cuflash.errors import CuflashError
 
 WHERE = ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
 SEEDS = range(4)
@@ -141,3 +145,74 @@ def test_cp_async_groups_and_zero_fill(where, seed):
         _, out = probe(where, "probe_warp", "probe_cp_async", [x, np.zeros_like(x)], shared_mem=2048)
     kept = np.arange(16) < (np.arange(32)[:, None] + np.arange(6)[:, None, None]) % 17
     assert np.array_equal(out, np.where(kept, x, 0))
+
+
+WRAPPED = """
+#include "lib/barrier.cuh"
+#include "lib/memory.cuh"
+struct alignas(16) Four { float item[4]; };
+struct Smem { Shared<float, 32, 64> tile; Shared<float, 1, 32> sums; };
+KERNEL(128, 1) cost(float* x, float* y, i64 n) {
+  SHARED_MEMORY(Smem, smem);
+  Global<float> from(x), to(y);
+  for (int r = threadIdx.x / 16; r < 32; r += 8)
+    smem.tile.as<Four>(r, threadIdx.x % 16 * 4) = from.load_as<Four>(r * n + threadIdx.x % 16 * 4);
+  block_sync();
+  if (threadIdx.x < 32) {
+    float sum = 0;
+    for (int c = 0; c < 64; c++) sum += smem.tile(threadIdx.x, c);
+    smem.sums(0, threadIdx.x) = sum;
+  }
+  block_sync();
+  for (int i = threadIdx.x; i < n; i += 128) to.store(i, from.load(i) * smem.sums(0, i % 32));
+}
+"""
+PLAIN = """
+#include "lib/platform.cuh"
+struct alignas(16) Four { float item[4]; };
+struct Smem { alignas(16) float tile[32][64]; alignas(16) float sums[32]; };
+KERNEL(128, 1) cost(float* x, float* y, i64 n) {
+  SHARED_MEMORY(Smem, smem);
+  for (int r = threadIdx.x / 16; r < 32; r += 8)
+    *(Four*)&smem.tile[r][threadIdx.x % 16 * 4] = *(const Four*)(x + r * n + threadIdx.x % 16 * 4);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    float sum = 0;
+    for (int c = 0; c < 64; c++) sum += smem.tile[threadIdx.x][c];
+    smem.sums[threadIdx.x] = sum;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < n; i += 128) y[i] = x[i] * smem.sums[i % 32];
+}
+"""
+
+
+def opcodes(name, text, arch):
+    """How often each opcode occurs in the entry `cost`; 0x918 is NOP, which fills up the end."""
+    image, _ = build._run_nvrtc(
+        build.Job(name, (), arch), expand(name, text, False), [f"-arch={arch}", "--std=c++17"]
+    )
+    sections, size, count, names = struct.unpack_from("<Q10xHHH", image, 0x28)
+    headers = [struct.unpack_from("<IIQQQQ", image, sections + i * size) for i in range(count)]
+    strings = headers[names][4]
+    (code,) = [
+        image[at : at + n_bytes]
+        for name_at, _, _, _, at, n_bytes in headers
+        if image[strings + name_at :].split(b"\0", 1)[0] == b".text.cost"
+    ]
+    found = Counter(int.from_bytes(code[i : i + 2], "little") & 0xFFF for i in range(0, len(code), 16))
+    del found[0x918]
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_memory_wrappers_cost_nothing_on_the_device(arch):
+    """The same loads and stores as with plain pointers, and as many instructions but for a move or two."""
+    try:
+        build.nvrtc()
+    except CuflashError as error:
+        pytest.skip(str(error).splitlines()[0])
+    wrapped, plain = opcodes("wrapped", WRAPPED, arch), opcodes("plain", PLAIN, arch)
+    loads_and_stores = (0x981, 0x984, 0x986, 0x988)  # LDG, LDS, STG, STS
+    assert all(plain[op] == wrapped[op] > 0 for op in loads_and_stores)
+    assert abs(wrapped.total() - plain.total()) <= 0.02 * plain.total()

@@ -255,7 +255,7 @@ def test_tensor_map_refuses_in_words():
 
 
 def test_every_wgmma_shape_and_type_compiles():
-    """All 32 widths, 16-bit types, operand kinds and transposes, to PTX: the text names each once per call."""
+    """All 32 widths, both 16-bit types, operands in registers and shared memory, transposed and not."""
     try:
         build.nvrtc()
     except CuflashError as error:
