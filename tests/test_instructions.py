@@ -213,6 +213,6 @@ def test_memory_wrappers_cost_nothing_on_the_device(arch):
     except CuflashError as error:
         pytest.skip(str(error).splitlines()[0])
     wrapped, plain = opcodes("wrapped", WRAPPED, arch), opcodes("plain", PLAIN, arch)
-    loads_and_stores = (0x981, 0x984, 0x986, 0x988)  # LDG, LDS, STG, STS
+    loads_and_stores = (0x981, 0x984, 0x986, 0x388)  # LDG, LDS, STG, STS
     assert all(plain[op] == wrapped[op] > 0 for op in loads_and_stores)
     assert abs(wrapped.total() - plain.total()) <= 0.02 * plain.total()
