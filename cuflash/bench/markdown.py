@@ -1,4 +1,4 @@
-"""Tables of README.md and kernels/README.md, written from the records between markers.
+"""Tables of README.md and kernels/README.md, written from the records (and the plan table) between markers.
 
     <!-- forward -->
     ... generated ...
@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cuflash import records, rows
+from cuflash import features, records, rows
 from cuflash.bench.against import card
 from cuflash.bench.profile import UTILISATION
 from cuflash.bench.report import UNITS, columns, digits, percent, value
-from cuflash.bench.shapes import SUITES
+from cuflash.bench.shapes import SUITES, Shape
 from cuflash.errors import CuflashError
 
 FILES = ("README.md", "kernels/README.md")
@@ -129,7 +129,7 @@ class Stale:
 
 def nothing(name: str) -> str:
     peers = "" if name in ("ladder", "profile") else " --peers"
-    command = f"cuflash bench {name}{peers}" if name in SUITES else "cuflash bench --profile KERNEL"
+    command = "cuflash bench --profile KERNEL" if name == "profile" else f"cuflash bench {name}{peers}"
     return f"Not measured yet: `{command}` makes the record."
 
 
@@ -257,6 +257,45 @@ def _short_label(shape: dict[str, Any]) -> str:
     return f"d {shape['head_dim']}, {shape['len_q']:,}{causal}"
 
 
+def speed(name: str, found: Sequence[Record]) -> str:
+    """Suites forward and backward in short: cuflash and the best peer of the same run, a line per shape."""
+    cells, stale = [*chosen("forward", found), *chosen("backward", found)], Stale()
+    cells = [cell for cell in cells if Shape.from_json(cell[0]["shape"]).is_plain]
+    if not cells:
+        return nothing("forward backward")
+    columns_, lines = [], {}
+    for one, record in cells:
+        shape = Shape.from_json(one["shape"])
+        column = f"{shape.direction}{', causal' if shape.causal else ''}"
+        columns_ += [] if column in columns_ else [column]
+        key = (shape.dtype, shape.head_dim, shape.len_q)
+        lines.setdefault(key, {})[column] = _pair(one, stale.of(record))
+    several = len({key[0] for key in lines}) > 1
+    body = [
+        [f"{dim}{f', {dtype}' if several else ''}", f"{length:,}", *(line.get(c, "") for c in columns_)]
+        for (dtype, dim, length), line in sorted(lines.items())
+    ]
+    text = "TFLOP/s of cuflash, and after the stroke of the fastest library beside it, which is named."
+    return "\n\n".join([caption(cells), text, markdown(["head_dim", "length", *columns_], body)])
+
+
+def _pair(result: dict[str, Any], stale: set[str]) -> str:
+    """cuflash / the best peer, the faster in bold."""
+    numbers = [(value(x, "tflops"), x) for x in result["lines"] if x["kind"] != "roof"]
+    own = [(n, x) for n, x in numbers if n is not None and x["kind"] == "cuflash"]
+    peers = [(n, x) for n, x in numbers if n is not None and x["kind"] == "peer"]
+    best_own, best_peer = (max(side, key=lambda pair: pair[0], default=None) for side in (own, peers))
+    words = []
+    for mine, other in ((best_own, best_peer), (best_peer, best_own)):
+        text = "-" if mine is None else digits(mine[0])
+        if mine is not None and other is not None and mine[0] > other[0]:
+            text = f"**{text}**"
+        if mine is not None and mine[1]["kind"] == "peer":
+            text += f" {mine[1]['name']}"
+        words.append(text + (STALE if mine is not None and is_stale(mine[1], stale) else ""))
+    return " / ".join(words)
+
+
 def profiles(name: str, found: Sequence[Record]) -> str:
     """A line per profiled kernel and shape: utilisation and the limiter."""
     mine = [record for record in found if record.get("kind") == "profile"]
@@ -288,5 +327,7 @@ def _share(part: float | None) -> str:
 TABLES: dict[str, Callable[[str, Sequence[Record]], str]] = {
     **{name: by_shape for name in SUITES},
     "ladder": by_rung,
+    "speed": speed,
     "profile": profiles,
+    "features": lambda name, found: features.table(),
 }
