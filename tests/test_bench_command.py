@@ -53,7 +53,7 @@ def test_bench_cpu_is_right_and_recorded(capsys, tmp_path):
         for line in lines.values():
             assert line["status"] in ("measured", "missing")
             if line["status"] == "measured":
-                assert line["seconds"] > 0 and line["n"] == 4
+                assert line["seconds"] > 0 and 1 <= line["n"] <= 4  # fewer where it is slow
             if line["kind"] != "roof" and line["status"] == "measured":
                 assert 0 < line["error_over_limit"] <= 1
     assert directions == {"forward", "backward"}
@@ -216,6 +216,17 @@ def test_wrong_results_are_shown_as_such():
     record = fake_record()
     record["results"][0]["lines"][0].update(status="wrong", says="out: error")
     assert "| wrong |" in markdown.filled(TEXT, [record])
+
+
+def test_speed_is_two_numbers_and_a_name():
+    forward = fake_record(1e-3)
+    backward = fake_record(0.5e-3, suite="backward")
+    backward["results"][0]["shape"]["direction"] = "backward"
+    backward["sources"]["fwd_02_tiled"] = "0" * 64
+    text = markdown.render("speed", [forward, backward])
+    assert "| head_dim | length | forward | backward |" in text
+    assert "| 16 | 40 | 500 / **600** sdpa_cudnn | **1,000** (stale) / 600 sdpa_cudnn |" in text
+    assert "`cuflash bench forward backward --peers`" in markdown.render("speed", [])
 
 
 def test_the_ladder_has_a_line_per_rung():
