@@ -1,5 +1,9 @@
 """The emulator finds bugs: each, seeded in a copy of a small kernel, is reported or gives wrong numbers."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from probes import probe, source
@@ -217,3 +221,23 @@ def test_traffic_is_counted_by_array():
     assert record.arrays == {"array 0": (x.nbytes, 0, 0), "array 1": (0, x.nbytes, 0)}
     per_block = 64 * 16 + 8 * 32 * 4 + 8 * 4 + 256 * 4 + 256 * 4 + 256 * 4
     assert record.shared == 3 * per_block and record.barriers == 3 * 2 * 256
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_compiler_in_a_wheel_is_enough(tmp_path):
+    pytest.importorskip("ziglang")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "sound or wild",
+    ]
+    environment = {"CXX": f"{sys.executable} -m ziglang c++", "CUFLASH_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]

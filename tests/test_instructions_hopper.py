@@ -229,10 +229,11 @@ def test_cluster(where, seed):
         assert np.array_equal(tile[swizzle(np.arange(1024), 128)], flat)
 
 
+@pytest.mark.parametrize("entry", ["probe_roles", "probe_roles_of_two"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_elect_one_and_setmaxnreg(where, seed):
+def test_elect_one_and_setmaxnreg(where, seed, entry):
     with emulator.options(seed=seed):
-        (out,) = probe(where, FILE, "probe_roles", [np.zeros(12, np.int32)], block=384)
+        (out,) = probe(where, FILE, entry, [np.zeros(12, np.int32)], block=384)
     assert np.array_equal(out, np.ones(12))
 
 

@@ -67,14 +67,15 @@ def compiler_version() -> str:
     return f"{' '.join(find_compiler())}\n{answer.stdout}\n{platform.machine()}"
 
 
-def entry_points(text: str) -> list[str]:
-    """Names of the kernels defined in a source text."""
-    names = []
+def entry_points(text: str) -> dict[str, str]:
+    """The kernels defined in a source text: name -> its blocks per SM, an expression of the text."""
+    found = {}
     for match in ENTRY.finditer(build.strip_comments(text)):
-        name = match["name"] or match["words"].rsplit(",", 1)[-1].strip()
-        if name.isidentifier():
-            names.append(name)
-    return names
+        words = [word.strip() for word in match["words"].split(",")]
+        name = match["name"] or words[-1]
+        if name.isidentifier() and len(words) > 1:
+            found[name] = words[1]
+    return found
 
 
 def compile(text: str, params: dict[str, int] | tuple, entry: str) -> Module:
@@ -93,12 +94,14 @@ def compile(text: str, params: dict[str, int] | tuple, entry: str) -> Module:
     callers = "".join(
         f'extern "C" void cuflash_call_{name}(void* const* p) {{ emulated::call({name}, p); }}\n'
         f'extern "C" int cuflash_sizes_{name}(u64* s) {{ return emulated::parameter_sizes({name}, s); }}\n'
-        for name in names
+        f'extern "C" const int cuflash_blocks_{name} = {blocks};\n'
+        for name, blocks in names.items()
     )
     callers += f'extern "C" const int cuflash_async_proxy = {int(uses_proxy)};\n'
     source = f'{text}\n#line 1 "callers"\n{callers}'
+    first = next(iter(names))
     jit = ["-DCUFLASH_JIT"] if params else []  # without parameters: the default set of lib/params.cuh
-    path = _object(source, [*KERNEL_FLAGS, *jit, *defines], f"emulated-{names[0]}", names[0])
+    path = _object(source, [*KERNEL_FLAGS, *jit, *defines], f"emulated-{first}", first)
     return _load(path)
 
 

@@ -130,7 +130,7 @@ class _Request(ctypes.Structure):
         ("n_workers", ctypes.c_uint32),
         ("timeline", ctypes.c_uint32),
         ("async_proxy", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32),
+        ("blocks_per_sm", ctypes.c_uint32),
         ("stall_seconds", ctypes.c_double),
     ]
 
@@ -198,6 +198,7 @@ class Function:
         count = getattr(library, f"cuflash_sizes_{name}")(sizes)
         self.parameter_bytes = tuple(sizes[:count])
         self._async_proxy = ctypes.c_int.in_dll(library, "cuflash_async_proxy").value
+        self._blocks_per_sm = ctypes.c_int.in_dll(library, f"cuflash_blocks_{name}").value
         try:
             self.cluster = ctypes.c_int.in_dll(library, f"{name}_cluster").value
         except ValueError:
@@ -235,6 +236,7 @@ class Function:
             n_workers=chosen.workers or len(os.sched_getaffinity(0)),
             timeline=chosen.timeline,
             async_proxy=self._async_proxy,
+            blocks_per_sm=self._blocks_per_sm,
             stall_seconds=chosen.stall_seconds,
         )
         counters, events, error = self._run(request, progress)

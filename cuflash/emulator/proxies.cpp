@@ -16,8 +16,8 @@ void set_up_async(Block* block) {
   async.mbarriers.clear();
   async.free_registers = 0;
   set_up_products(block);
-  const int entry =
-      min(65536 / block->n_threads / 8 * 8, 248);   // registers a thread starts with (__launch_bounds__)
+  const int n_threads = block->n_threads * static_cast<int>(block->worker->launch->request.blocks_per_sm);
+  const int entry = min(65536 / n_threads / 8 * 8, 256);   // registers a thread starts with (__launch_bounds__)
   for (int i = 0; i < block->n_threads; i++) {
     FiberAsync& fiber = *block->fibers[i]->async;
     fiber.copies.clear();

@@ -39,7 +39,7 @@ struct Request {
   u32 n_workers;
   u32 timeline;      // 1: record events
   u32 async_proxy;   // 1: the kernel uses TMA or wgmma
-  u32 padding;
+  u32 blocks_per_sm;       // of __launch_bounds__
   double stall_seconds;   // CPU time a worker may spend without any synchronisation
 };
 

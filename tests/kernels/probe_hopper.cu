@@ -297,6 +297,15 @@ CLUSTER_KERNEL(64, 1, 2, probe_cluster)(const __grid_constant__ Probe p) {
   if (t == 0) out.store(base + 3, smem.theirs(0, 1));
 }
 
+// The same with two blocks on an SM: half the registers.
+KERNEL(384, 2) probe_roles_of_two(const __grid_constant__ Probe p) {
+  Global<int> out(p.arrays[0]);
+  const int warp = shfl(static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp < 4) registers_shrink<24>();
+  else registers_grow<104>();
+  if (elect_one()) out.add(warp, 1);
+}
+
 // One warpgroup gives registers to two others; every warp elects one lane.  out: 12 ints, elections per warp
 KERNEL(384, 1) probe_roles(const __grid_constant__ Probe p) {
   Global<int> out(p.arrays[0]);
