@@ -17,12 +17,18 @@ small, m stays 0 and nobody looks for a maximum.
 |---|---|
 | tiled.py | the loop of the forward |
 | tiled_backward.py | the loop of the backward; tiled_sums.py: what its tiles share |
-| tiled_scores.py | from a product to a score: scale, softcap, ALiBi, bias; how tiles are loaded |
+| tiled_scores.py | from a product to a score: scale, softcap, ALiBi, bias; dropout |
 | tiled_visible.py | causal, window, masks: which tiles are computed, which pairs are hidden |
-| tiled_workers.py | threads |
+| tiled_buffers.py, tiled_workers.py | memory and threads |
 
 Sources: Dao et al., "FlashAttention" (2022), algorithm 1; Dao, "FlashAttention-2" (2023), order of loops;
 FlashAttention-4 (2025), raising m only when it matters.
+
+Tried (float32, 8 heads of 4,096 x 64, an AMD EPYC with AVX-512, November 2026; ns per score and core, 3.1 in
+all, of which the two products take 2.65; PyTorch 2.13 takes 3.1 to 3.2 in the same runs):
+- S - m as a pass of its own: +0.18; the maximum of every row of every tile: +0.3; np.exp for np.exp2: +0.24
+- l as a column of ones in V: +0.04; K stored transposed: the loads cost what the product gains
+- TILE_Q 1024: +0.1, 512: +0.4, as K and V are read across heads; narrower tiles along the diagonal: no gain
 """
 
 # ruff: noqa: E741  (l and O are the papers' names)
@@ -112,7 +118,7 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
             head.change(S, m[rows], r0, j0, buffers)  # scores, above m
             if keep_maximum(head, S, m[rows], l[rows], O[rows]):
                 Q[rows, -1] = head.column(m[rows])
-            pairs = head.visible_pairs(S, V)
+            pairs = ~np.isneginf(S) if head.needs_care(V) else None
             P = exp(S, out=S)
         l[rows] += P @ np.ones(j1 - j0, P.dtype)
         if head.dropout is not None:

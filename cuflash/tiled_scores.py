@@ -1,4 +1,4 @@
-"""What the forward and the backward share: loading tiles, and what becomes of a product before it is a score.
+"""What the forward and the backward share: what becomes of a product before it is a score, and dropout.
 
 A product does more than multiply.  A tile is loaded with one more column, and
 
@@ -89,11 +89,9 @@ class Head:
         self.visible = Visible(problem, operands, sequence, h)
         self.slope = float(plane(operands.alibi_slopes, sequence.b, h)) if problem.has_alibi else None
         self.bias = plane(operands.bias, sequence.b, h) if problem.bias is not None else None
-
+        self.has_holes = self.visible.has_holes or self.bias is not None  # may a tile have hidden pairs?
         self.sink = operands.sink[h] if problem.has_sink else None
         self.dropout = problem.dropout
-        # can a pair inside a computed tile be hidden?
-        self.has_holes = self.visible.has_holes or self.bias is not None
 
         self.number = np.dtype(problem.accumulator).type
         # a scale above 1 could take Q over the dtype's limit where q.k itself stays inside
@@ -133,7 +131,7 @@ class Head:
             S += bias
         self.visible.hide(S, i0, j0, -np.inf, buffers)
         if is_nan.any():  # every weight of such a row is NaN, but a hidden pair has no weight
-            np.copyto(S, np.nan, where=is_nan[:, None] & (~np.isneginf(S)))
+            np.copyto(S, np.nan, where=is_nan[:, None] & ~np.isneginf(S))
         return tanh
 
     def differentiate_softcap(self, dS: np.ndarray, tanh: np.ndarray, pairs: np.ndarray | None) -> None:
@@ -144,11 +142,9 @@ class Head:
             np.copyto(tanh, 0, where=~pairs)
         dS *= tanh
 
-    def visible_pairs(self, S: np.ndarray, *numbers: np.ndarray) -> np.ndarray | None:
-        """Which pairs of S are visible: `product` needs to know when one of the numbers is not finite."""
-        if not self.has_holes or all(np.isfinite(x).all() for x in numbers):
-            return None
-        return ~np.isneginf(S)
+    def needs_care(self, *arrays: np.ndarray) -> bool:
+        """May the 0 of a hidden pair meet a NaN or an infinity of these arrays?  `product` must know."""
+        return self.has_holes and not all(np.isfinite(x).all() for x in arrays)
 
     def distance(self, i0: int, j0: int, out: np.ndarray) -> np.ndarray:
         """|i + offset - j|, what a slope is multiplied by, for the tile `out` that starts at (i0, j0)."""

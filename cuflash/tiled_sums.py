@@ -27,7 +27,8 @@ class Sums:
     | m | as lse | lse; +inf where a row sees nothing, so that its P is 0 |
     | delta | as lse | rowsum(dO * O) - dlse |
     | dq | as q | the result itself when it has this dtype |
-    | dbias | as bias, or (batch, heads, 1, keys) when bias has one row: a place for each item |
+    | dbias | as bias | the result itself when it has this dtype |
+    | dbias, bias having one row | (batch, heads, 1, n_keys or n_tiles) | a place for each item |
     | dslopes | (batch, heads, n_tiles) | a place for each item |
     | dsink | (batch, heads) | a place for each head |
     """

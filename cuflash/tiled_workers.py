@@ -123,8 +123,14 @@ def run(
         for thread in others:
             thread.start()
         work(progress)
-        for thread in others:
-            thread.join()
+        try:
+            for thread in others:
+                thread.join()
+        except BaseException as error:  # interrupted: nobody may write after the call has ended
+            queue.fail(error)
+            for thread in others:
+                thread.join()
+            raise
     if queue.error is not None:
         raise queue.error
     if progress is not None and total:
