@@ -23,9 +23,9 @@
 // Barriers     2 block_sync a key tile, each saying that one of K and V has come and the other may be
 //              overwritten. V is copied while S is made and the next K while P V is (lib/tiles.cuh); 16-bit
 //              inputs convert
-// Tried        all loads before S: 36.7 and 34.2 TFLOP/s at head_dim 64 and 128, now 38.2 and 37.5; at
-//              head_dim 64 tiles of 64 x 64 (34.4), 128 x 128 (34.8), 128 x 32 (34.3) (float32, H200,
-//              2026-11)
+// Tried        all loads before S: 36.7 and 34.2 TFLOP/s at head_dim 64 and 128, now 40.1 and 38.4; at
+//              head_dim 64 tiles of 64 x 64 (34.4), 128 x 128 (34.8), 128 x 32 (34.3); products unrolled
+//              twice: the same (float32, H200, 2026-11)
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
 #include "lib/blocks.cuh"
