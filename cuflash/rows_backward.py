@@ -303,9 +303,7 @@ BWD_02 = Row(
     True,
     75,
     (
-        Tile(64, 64, 4, up_to=32, chunk=32, itemsizes=(2, 4)),
-        Tile(32, 64, 4, up_to=32, chunk=32, itemsizes=(2, 4)),
-        Tile(32, 64, 4, up_to=64, itemsizes=(2, 4), least=32),
+        Tile(32, 64, 4, up_to=96, itemsizes=(2, 4), least=32),
         Tile(32, 128, 8, up_to=128, itemsizes=(2, 4), least=32),
         Tile(32, 64, 4, up_to=128, itemsizes=(2, 4), least=32),
         Tile(32, 32, 4, up_to=64, itemsizes=(2, 4), least=64),

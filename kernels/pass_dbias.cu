@@ -33,11 +33,13 @@ struct SmemRows {
   BlockSum<n_threads> sum;
 };
 
-// Entries along an axis: a broadcast one has 1 and stride 0.
-DEVICE i64 entries(i64 stride, i64 n) { return stride == 0 ? 1 : n; }
+// Entries along an axis.  Rows and columns say themselves whether they are broadcast: an empty array may have
+// any strides.  A broadcast batch or head axis has stride 0.
+DEVICE i64 entries(i64 n) { return n == 1ll << 62 ? 1 : n; }
+DEVICE i64 entries(i64 stride, i64 n) { return stride == 0 && n > 0 ? 1 : n; }
 
 KERNEL(n_threads, 1) pass_dbias__zero(const __grid_constant__ Args args) {
-  const i64 rows = entries(args.dbias.row, args.dbias.rows), cols = entries(args.dbias.col, args.dbias.cols);
+  const i64 rows = entries(args.dbias.rows), cols = entries(args.dbias.cols);
   const i64 at = static_cast<i64>(blockIdx.x) * n_warps + threadIdx.x / 32;
   if (at >= args.batch * args.heads * rows) return;
   const i64 first = at / rows / args.heads * args.dbias.batch + at / rows % args.heads * args.dbias.head +
@@ -47,7 +49,7 @@ KERNEL(n_threads, 1) pass_dbias__zero(const __grid_constant__ Args args) {
 }
 
 KERNEL(n_threads, 1) pass_dbias__keys(const __grid_constant__ Args args) {
-  const i64 cols = entries(args.dbias.col, args.dbias.cols), n_heads = entries(args.dbias.head, args.heads);
+  const i64 cols = entries(args.dbias.cols), n_heads = entries(args.dbias.head, args.heads);
   const i64 at = static_cast<i64>(blockIdx.x) * n_threads + threadIdx.x;
   if (at >= cols * n_heads * entries(args.dbias.batch, args.batch)) return;
   const i64 j = at % cols, b_entry = at / cols / n_heads, h_entry = at / cols % n_heads;
@@ -123,7 +125,7 @@ KERNEL(n_threads, 1) pass_dbias__rows(const __grid_constant__ Args args) {
   SHARED_MEMORY(SmemRows, smem);
   const bool sums_rows = args.dbias.row == 0, sums_batch = args.dbias.batch == 0,
              sums_heads = args.dbias.head == 0;
-  const i64 rows = entries(args.dbias.row, args.dbias.rows), n_heads = entries(args.dbias.head, args.heads);
+  const i64 rows = entries(args.dbias.rows), n_heads = entries(args.dbias.head, args.heads);
   const i64 at = sums_rows ? blockIdx.x : static_cast<i64>(blockIdx.x) * n_threads + threadIdx.x;
   const bool is_entry = at < rows * n_heads * entries(args.dbias.batch, args.batch);
   const i64 i_entry = at % rows, h_entry = at / rows % n_heads, b_entry = at / rows / n_heads;
@@ -154,8 +156,8 @@ KERNEL(n_threads, 1) pass_dbias(const __grid_constant__ Args args) {
                 "pass_dbias: Smem and cuflash/rows.py disagree");
   if constexpr (dbias_case == 4) {
     const int thread = threadIdx.x, lane = thread % 32;
-    const i64 rows = entries(args.dbias.row, args.dbias.rows),
-              cols = entries(args.dbias.col, args.dbias.cols), n_heads = entries(args.dbias.head, args.heads);
+    const i64 rows = entries(args.dbias.rows), cols = entries(args.dbias.cols);
+    const i64 n_heads = entries(args.dbias.head, args.heads);
     const i64 col_tiles = ceil_div(cols, tile), row_tiles = ceil_div(rows, tile),
               entry = blockIdx.x / col_tiles / row_tiles;
     const i32 j0 = static_cast<i32>(blockIdx.x % col_tiles) * tile,

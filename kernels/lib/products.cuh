@@ -99,14 +99,14 @@ DEVICE void multiply_rows(const Part& mine, T (&result)[Part::rows][Part::cols],
   }
 }
 
-// result[j][d] += sum over i of A[i][j] B[i][d]                    dV = P^T dO,  dK = dS^T Q
-template <class Part, class T, int depth, int m, int n>
-DEVICE void multiply_columns(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, depth, m>& A,
-                             Swizzled<T, depth, n>& B) {
+// Column groups [first, first + groups) of multiply_columns.
+template <int groups, class Part, class T, int depth, int m, int n>
+DEVICE void multiply_column_groups(const Part& mine, T (&result)[Part::rows][Part::cols],
+                                   Swizzled<T, depth, m>& A, Swizzled<T, depth, n>& B, int first) {
   constexpr int width = Vec16<T>::size;
-  static_assert(Part::row_group == width,
-                "multiply_columns: rows of the result are columns of A, read by chunks");
-#pragma unroll 1
+  T part[Part::rows][groups * width];
+  clear(part);
+#pragma unroll 2
   for (int k = 0; k < depth / width; k++) {
 #pragma unroll
     for (int e = 0; e < width; e++) {
@@ -115,16 +115,35 @@ DEVICE void multiply_columns(const Part& mine, T (&result)[Part::rows][Part::col
       for (int g = 0; g < Part::rows / width; g++)
         a[g] = A.keyed(k * width + e, k & A.mask, mine.row(g * width) / width);
 #pragma unroll
-      for (int g = 0; g < Part::col_groups; g++) {
-        const Vec16<T> b = B.keyed(k * width + e, k & B.mask, mine.chunk(g));
+      for (int g = 0; g < groups; g++) {
+        const Vec16<T> b = B.keyed(k * width + e, k & B.mask, mine.chunk(first + g));
 #pragma unroll
         for (int c = 0; c < width; c++)
 #pragma unroll
           for (int r = 0; r < Part::rows; r++)
-            result[r][g * width + c] = a[r / width].item[r % width] * b.item[c] + result[r][g * width + c];
+            part[r][g * width + c] = a[r / width].item[r % width] * b.item[c] + part[r][g * width + c];
       }
     }
   }
+#pragma unroll
+  for (int r = 0; r < Part::rows; r++)
+#pragma unroll
+    for (int c = 0; c < groups * width; c++) result[r][first * width + c] += part[r][c];
+}
+
+// result[j][d] += sum over i of A[i][j] B[i][d]                    dV = P^T dO,  dK = dS^T Q
+// The sum of a tile is made apart and then added: over thousands of queries the rounding errors of one long
+// chain of additions would be several times as large.
+template <class Part, class T, int depth, int m, int n>
+DEVICE void multiply_columns(const Part& mine, T (&result)[Part::rows][Part::cols], Swizzled<T, depth, m>& A,
+                             Swizzled<T, depth, n>& B) {
+  static_assert(Part::row_group == Vec16<T>::size,
+                "multiply_columns: rows of the result are columns of A, read by chunks");
+  constexpr bool fits = Part::rows * Part::cols * sizeof(T) <= 48 * 4;   // registers for the sum of a tile
+  constexpr int groups = fits ? Part::col_groups : 1;
+#pragma unroll
+  for (int first = 0; first < Part::col_groups; first += groups)
+    multiply_column_groups<groups>(mine, result, A, B, first);
 }
 
 // result[i][d] += sum over j of A[i][j] B[j][d]                    dQ = dS K,  O = P V
