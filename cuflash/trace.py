@@ -16,8 +16,8 @@ _DEFAULT = {"forward": "fwd_02_tiled", "backward": "bwd_02_tiled"}
 class Tile:
     """What one warp did to one array between two barriers of its block.
 
-    block: (x, y, z).  step: barriers the block had passed.  rows: (first, last) along the length axis of a
-    q-, k- or v-like array, None for others.  bytes: moved by this warp.
+    block: (x, y, z).  step: barriers and mbarrier phases the block had passed.  rows: (first, last) along the
+    length axis of a q-, k- or v-like array, None for others.  n_bytes: moved by this warp.
     """
 
     kernel: str

@@ -17,7 +17,7 @@ void set_up_async(Block* block) {
   async.free_registers = 0;
   set_up_products(block);
   const int n_threads = block->n_threads * static_cast<int>(block->worker->launch->request.blocks_per_sm);
-  const int entry = min(65536 / n_threads / 8 * 8, 256);   // registers a thread starts with (__launch_bounds__)
+  const int entry = min(65536 / n_threads / 8 * 8, 256);   // registers of a thread, by __launch_bounds__
   for (int i = 0; i < block->n_threads; i++) {
     FiberAsync& fiber = *block->fibers[i]->async;
     fiber.copies.clear();
@@ -112,6 +112,7 @@ static void update(Block* block, MBarrier& barrier, Fields f, Here here) {
   if (f.pending == 0 && f.bytes == 0) {
     f.phase ^= 1;
     f.pending = f.count;
+    trace_step(block);
     for (Fiber* fiber : barrier.waiting) wake(fiber);
     barrier.waiting.clear();
   }

@@ -49,7 +49,7 @@ struct Event {
   i32 warp;
   i32 array;   // number of the buffer
   i32 writes;
-  u32 step;        // barriers the block had passed
+  u32 step;        // barriers and mbarrier phases the block had passed
   u32 n_bytes;     // moved
   i64 low, high;   // touched byte range of the array
 };
@@ -199,7 +199,7 @@ struct Block {
   Fiber** fibers;
   Warp warps[max_warps];
   Barrier barriers[16];
-  u32 step;   // barriers passed, the clock of the timeline
+  u32 step;   // barriers and mbarrier phases passed: the clock of the timeline
   BlockAsync* async;
 };
 

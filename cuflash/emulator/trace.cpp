@@ -1,5 +1,5 @@
-// trace.cpp - the timeline: per block, step (barriers passed), warp and array, the byte range touched and the
-// bytes moved.
+// trace.cpp - the timeline: per block, step (barriers and mbarrier phases passed), warp and array, the byte
+// range touched and the bytes moved.
 #include "runtime.hpp"
 
 namespace emulated {
