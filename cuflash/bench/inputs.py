@@ -18,7 +18,9 @@ from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import is_visible, sequences
 
 DISTRIBUTION = "q, k, v, dout N(0,1), rounded to the dtype"
-DRAWN = (*cases.DRAW, "packed", "block_mask")
+# Name of a block mask -> the share of its blocks that are kept.
+BLOCKS = {"block_mask": 0.25, "blocks_1": 1.0, "blocks_1/2": 0.5, "blocks_1/4": 0.25, "blocks_1/8": 0.125}
+DRAWN = (*cases.DRAW, "packed", *BLOCKS)
 MAX_SETS = 256
 PAIRS_AT_ONCE = 2**26  # of visible pairs counted at once
 
@@ -109,8 +111,8 @@ def options_of(shape: Shape, xp: Any) -> dict[str, Any]:
     for name in shape.drawn:
         if name == "packed":
             options |= _packed(random, shape)
-        elif name == "block_mask":
-            options[name] = _block_mask(random, shape)
+        elif name in BLOCKS:
+            options["block_mask"] = _block_mask(random, shape, BLOCKS[name])
         else:
             value = cases.DRAW[name](random, case, shape.dtype)
             options[name] = value if "lengths" in name else xp.asarray(value)
@@ -127,10 +129,10 @@ def _packed(random: np.random.Generator, shape: Shape) -> dict[str, list[int]]:
     return found
 
 
-def _block_mask(random: np.random.Generator, shape: Shape) -> BlockMask:
-    """Blocks of 128 x 128, a quarter kept, the diagonal always."""
+def _block_mask(random: np.random.Generator, shape: Shape, share: float) -> BlockMask:
+    """Blocks of 128 x 128, this share kept, the diagonal always."""
     rows, columns = -(-shape.len_q // 128), -(-shape.len_k // 128)
-    kept = random.random((1, 1, rows, columns)) < 0.25
+    kept = random.random((1, 1, rows, columns)) < share
     kept[:, :, np.arange(rows), np.minimum(np.arange(rows), columns - 1)] = True
     return BlockMask.from_dense(kept, 128, 128)
 

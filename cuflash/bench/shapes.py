@@ -177,6 +177,7 @@ SUITES = {
     "memory": "bytes above inputs and outputs, against length",
     "host": "what a warm call costs the host",
     "cpu": "the NumPy path beside other CPU attention",
+    "blocks": "block masks: time against the share of blocks kept",
     "ladder": "every rung of the ladder, forward and backward",
 }
 
@@ -284,6 +285,18 @@ def _cpu(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Suite:
     return Suite("", _cpu_shapes(("forward", "backward"), sizes), "ms", graph="never")
 
 
+def _blocks(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Suite:
+    """One problem with fewer and fewer of its 128 x 128 blocks kept."""
+    on_cpu = {"tokens": 4096, "hidden": 256} if place == "cpu" else {}
+    dtype, length = ("float32", 4096) if place == "cpu" else (dtype, 8192)
+    found: list[Shape] = []
+    for kept in sizes.drawn or ("blocks_1", "blocks_1/2", "blocks_1/4", "blocks_1/8"):
+        one = replace(sizes, drawn=(kept,), causal=sizes.causal or (False,))
+        both = ("forward", "backward")
+        found += grid(both, one, head_dims=(64,), lengths=(length,), dtype=dtype, **on_cpu)
+    return Suite("", tuple(found), "ms", graph="never")
+
+
 def _ladder(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Suite:
     """Every rung on one problem that the slowest can still do in a second."""
     directions = ("forward", "backward")
@@ -299,6 +312,7 @@ _SUITES = {
     "memory": _memory,
     "host": _host,
     "cpu": _cpu,
+    "blocks": _blocks,
     "ladder": _ladder,
 }
 

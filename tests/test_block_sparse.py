@@ -1,0 +1,72 @@
+"""Work falls in proportion to the blocks a BlockMask keeps: counted, on the NumPy path and in the emulator.
+
+By time: `cuflash bench blocks`.
+"""
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import tiled_visible
+
+BLOCK, LENGTH, DIM = 128, 1024, 64
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
+
+
+def masked(share):
+    """(BlockMask, how many of its 64 blocks are kept: exactly that share)."""
+    n = LENGTH // BLOCK
+    kept = np.zeros(n * n, bool)
+    kept[np.random.default_rng(3).permutation(n * n)[: int(share * n * n)]] = True
+    return cuflash.BlockMask.from_dense(kept.reshape(n, n), BLOCK, BLOCK), int(kept.sum())
+
+
+def draw():
+    return np.random.default_rng(0).standard_normal((4, 1, LENGTH, 1, DIM), np.float32)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_pairs_of_the_numpy_path(share, monkeypatch):
+    """Every pair of a kept block is computed once in each direction, and no other pair."""
+    mask, n_kept = masked(share)
+    pairs = dict.fromkeys(("key_tiles", "query_tiles"), 0)
+
+    def counting(name, find):
+        def found(self, *where):
+            tiles = find(self, *where)
+            pairs[name] += sum((i1 - i0) * (j1 - j0) for i0, i1, j0, j1 in tiles)
+            return tiles
+
+        return found
+
+    for name in pairs:
+        find = getattr(tiled_visible.Visible, name)
+        monkeypatch.setattr(tiled_visible.Visible, name, counting(name, find))
+    q, k, v, dout = draw()
+    out, vjp = cuflash.attention_vjp(q, k, v, block_mask=mask)
+    assert pairs == {"key_tiles": n_kept * BLOCK**2, "query_tiles": 0}
+    vjp(dout)
+    assert pairs["query_tiles"] == n_kept * BLOCK**2
+    assert out.any() == bool(n_kept)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_tiles_of_the_kernels(share):
+    """What a kernel reads again for each tile, and its exponentials, in the emulator."""
+    mask, n_kept = masked(share)
+    q, k, v, dout = draw()
+    row_bytes = DIM * 4
+
+    forward = cuflash.trace(q, k, v, block_mask=mask)
+    tile = cuflash.explain(q, k, v, block_mask=mask, kernel="fwd_02_tiled").tile
+    assert BLOCK % tile.tile_q == 0 and BLOCK % tile.tile_kv == 0
+    rows = n_kept * (BLOCK // tile.tile_q) * BLOCK
+    assert forward.arrays["k"][0] == forward.arrays["v"][0] == rows * row_bytes
+    pairs = n_kept * BLOCK**2
+    assert pairs <= forward.exps <= 1.25 * pairs  # one a thread and tile more, for the maximum that moves
+
+    backward = cuflash.trace(q, k, v, dout=dout, block_mask=mask)
+    tile = cuflash.explain(q, k, v, block_mask=mask, kernel="bwd_02_tiled", backward=True).tile
+    assert BLOCK % tile.tile_q == 0 and BLOCK % tile.tile_kv == 0
+    assert backward.arrays["q"][0] == n_kept * (BLOCK // tile.tile_kv) * BLOCK * row_bytes
+    assert backward.exps == pairs
