@@ -292,3 +292,43 @@ def test_bfloat16_stays_bfloat16():
     x = draw(1, 4, 2, 8, dtype=ml_dtypes.bfloat16)
     assert compat.flash_attn_func(x, x, x).dtype == ml_dtypes.bfloat16
     assert cuflash.compat is compat
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    import cupy
+
+    q, k, v = cupy.asarray(Q), cupy.asarray(K), cupy.asarray(V)
+    heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]
+    mask = cupy.asarray(np.random.default_rng(0).random((7, 10)) < 0.6)
+    for got, expected in (
+        (compat.flash_attn_func(q, k, v, causal=True), compat.flash_attn_func(Q, K, V, causal=True)),
+        (
+            compat.flash_attn_kvpacked_func(q, cupy.stack([k, v], axis=2)),
+            compat.flash_attn_func(Q, K, V),
+        ),
+        (
+            compat.dot_product_attention(q, k, v, local_window_size=2),
+            compat.dot_product_attention(Q, K, V, local_window_size=2),
+        ),
+        (
+            compat.scaled_dot_product_attention(*heads_first, mask, enable_gqa=True),
+            compat.scaled_dot_product_attention(*swap(Q, K, V), mask.get(), enable_gqa=True),
+        ),
+        (
+            compat.onnx_attention(*heads_first, mask, softcap=2.0),
+            compat.onnx_attention(*swap(Q, K, V), mask.get(), softcap=2.0),
+        ),
+    ):
+        assert isinstance(got, cupy.ndarray)
+        close(got.get(), expected)
+
+
+@pytest.mark.gpu
+def test_torch_tensors_on_a_gpu():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    tensors = [torch.from_numpy(x).cuda() for x in torch_arrays()]
+    out = compat.scaled_dot_product_attention(*tensors, is_causal=True)
+    close(out.get(), compat.scaled_dot_product_attention(*torch_arrays(), is_causal=True))

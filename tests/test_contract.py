@@ -12,14 +12,19 @@ The names of the long runs begin with a shard, for several processes where xdist
 pytest -m "full and gpu" -k shard03.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from close import Judge
+from close import Judge, to_numpy
 from hypothesis import given, settings
-from problems import BUILD_VALUES, calls, covering_builds
+from problems import BUILD_VALUES, Build, calls, covering_builds, list_of_calls
 
 import cuflash
-from cuflash import rows
+from cuflash import launch, plan, results, rows
+from cuflash.arrays import array_spec
+from cuflash.check import check
+from cuflash.devices import EMULATED
 
 N_SHARDS = 16
 CORE = ("dtype", "head_dim", "head_dim_v", "out_dtype", "dout_dtype", "causal", "dlse", "deterministic")
@@ -153,6 +158,87 @@ def test_emulated_in_full(build):
 @pytest.mark.parametrize("build", builds(core=True))
 def test_emulated_unstarred_in_full(build):
     drawn(build, 8, SMALL, check_emulated_unstarred)
+
+
+# ---- a bias or mask that does not reach the longest sequence, which only lengths on a device allow
+
+
+SHORT = (
+    Build(sequences="packed", bias="same", mask=True, causal=True),
+    Build("float16", 40, sequences="packed", bias="float32", alibi=True, block_mask=(16, 16)),
+    Build("float64", 8, sequences="packed", mask=True, bias="same", sink=True, dropout=True),
+)
+
+
+def cut(call):
+    """(call whose bias and mask end early, the same call with full ones that hide what the others lack)."""
+    short, full = dict(call.options), dict(call.options)
+    for name in ("bias", "mask"):
+        array = call.options.get(name)
+        if array is None:
+            continue
+        ends = tuple(slice(0, n - 3 if n > 4 else n) for n in array.shape[-2:])
+        ends = (..., *ends) if array.ndim else (...,)
+        short[name] = array[ends]
+        full[name] = np.full_like(array, -np.inf if name == "bias" else False)
+        full[name][ends] = short[name]
+    return replace(call, options=short), replace(call, options=full)
+
+
+def check_short(call, run):
+    """run(short call, saved or None) -> (out, lse), or with saved results Gradients."""
+    short, full = cut(call)
+    judge = Judge(full)
+    judge.forward(*run(short, None))
+    saved = judge.saved()
+    gradients = run(short, saved)
+    if gradients.dbias is not None:  # nothing reaches the places that are not there
+        missing = [(0, n - m) for n, m in zip(full.options["bias"].shape, gradients.dbias.shape, strict=True)]
+        gradients = gradients._replace(dbias=np.pad(to_numpy(gradients.dbias), missing))
+    judge.backward(gradients, *saved)
+
+
+def run_emulated(call, saved):
+    """Past check.py, which refuses such a bias with host lengths."""
+    arrays, options = {"q": call.q, "k": call.k, "v": call.v}, dict(call.options)
+    modifiers = {name: options.pop(name, None) for name in ("bias", "mask")}
+    direction = "forward" if saved is None else "backward"
+    if saved is not None:
+        arrays |= {"dout": call.dout, "dlse": call.dlse, "out": saved[0], "lse": saved[1]}
+    problem, operands = check(direction, arrays, options)
+    for name, array in modifiers.items():
+        if array is not None:
+            view = array[(None,) * (4 - array.ndim)]
+            setattr(operands, name, view)
+            specs = tuple(sorted((*problem.specs, (name, array_spec(view)))))
+            problem = replace(problem, specs=specs)
+    bias = None if operands.bias is None else operands.bias.dtype.name
+    gradients = (*problem.gradients, "dbias") if saved and bias else problem.gradients
+    problem = replace(problem, bias=bias, has_mask=operands.mask is not None, gradients=gradients)
+    found = launch.run(plan.make(problem, EMULATED), operands)
+    if saved is not None:
+        return results.gradients(problem, found, call.options, None)
+    return [results.in_layout(problem, name, found[name]) for name in ("out", "lse")]
+
+
+def run_on_gpu(call, saved):
+    there = call.on_device(device_lengths=True)
+    if saved is not None:
+        return backward(there, saved)
+    return cuflash.attention(there.q, there.k, there.v, return_lse=True, **there.options)
+
+
+@pytest.mark.parametrize("build", SHORT, ids=lambda build: build.dtype)
+def test_short_bias_and_mask_in_the_emulator(build):
+    for call in list_of_calls(5, seed=1, build=build, **SMALL):
+        check_short(call, run_emulated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("build", SHORT, ids=lambda build: build.dtype)
+def test_short_bias_and_mask_on_a_gpu(build):
+    for call in list_of_calls(30, seed=2, build=build, **MEDIUM):
+        check_short(call, run_on_gpu)
 
 
 # ---- GPU

@@ -129,18 +129,6 @@ def test_hidden_blocks_are_not_read(block):
     np.testing.assert_allclose(out, cuflash.reference.attention(*arrays, mask=elements), atol=2e-6)
 
 
-@pytest.mark.parametrize("shift", [None, (1, 2, 30, 41)])
-def test_dropout_keeps_what_the_mask_says(shift):
-    """With q = 0 and V = 1 a row of out is a row of kept weights: the specification's mask, bit for bit."""
-    batch, len_q, heads, len_k, p = 2, 40, 2, 64, 0.3
-    dropout = (p, 2**40 + 5) if shift is None else (p, 2**40 + 5, shift)
-    q, k = np.zeros((batch, len_q, heads, 64), np.float32), np.ones((batch, len_k, heads, 64), np.float32)
-    v = np.broadcast_to(np.eye(len_k, dtype=np.float32)[None, :, None], (batch, len_k, heads, len_k))
-    out = cuflash.attention(q, k, v, dropout=dropout, kernel="fwd_02_tiled")
-    kept = cuflash.dropout_mask(batch, heads, len_q, len_k, dropout)
-    assert np.array_equal(out.transpose(0, 2, 1, 3) != 0, kept) and 0.6 < kept.mean() < 0.8
-
-
 def test_packed_sequences_of_every_length():
     """Empty, single-row, exact and ragged sequences; rows past the last one are zero."""
     lengths_q = [0, 1, 128, 5, 0, 129, 64, 1]
