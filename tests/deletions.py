@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cuflash import build, checks, emulator, launch, rows
-from cuflash.cases import Case, cases
+from cuflash.cases import Case, _bias, _block_mask, cases
 
 WAIT = re.compile(
     r"\b(?:block_sync|warp_sync|barrier_(?:sync|arrive)|cluster_(?:sync|arrive|wait)|cp_async_(?:commit|wait|arrive)"
@@ -109,7 +109,11 @@ def without(site: Site | None, folder: Path) -> Iterator[None]:
 
 
 def chosen_cases() -> list[Case]:
-    return [case for case in cases() if case.quick or case.name in MORE]
+    chosen = [case for case in cases() if case.quick or case.name in MORE]
+    for axes in ((1, 2), (2, 3), (0, 3)):  # broadcast biases under a block mask
+        draw = {"bias": _bias(*axes), "block_mask": _block_mask}
+        chosen.append(Case(f"block mask and bias of axes {axes}", (2, 70, 93, 4, 2, 64, 64), draw=draw))
+    return chosen
 
 
 class Checks:
