@@ -38,7 +38,7 @@ MORE = (
 
 @dataclass(frozen=True)
 class Site:
-    """One call to delete.  file: path below kernels/.  line: from 1.  start, end: columns of the statement."""
+    """One call to delete.  file: below kernels/.  line: from 1.  start, end: columns of the statement."""
 
     file: str
     line: int
