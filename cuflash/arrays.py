@@ -5,6 +5,7 @@ CuPy is imported only when a CUDA array is met: on a machine without it every Nu
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
@@ -103,6 +104,21 @@ def convert(value: Any) -> tuple[Any, Any]:
     except (BufferError, RuntimeError, ValueError, AttributeError) as error:
         raise TypeError(f"({kind}) cannot be read in place: {error}") from error
     raise TypeError("is None" if value is None else f"has the type {kind.removeprefix('builtins.')}")
+
+
+def brought(values: list[Any]) -> list[Any]:
+    """The same list, arrays of other libraries replaced by NumPy or CuPy arrays on their memory.
+
+    What cannot be converted stays as it is, for check.py to say why.
+    """
+    found = []
+    for value in values:
+        is_foreign = type(value) is not np.ndarray and not is_cupy(value)
+        if is_foreign and (hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")):
+            with contextlib.suppress(TypeError):
+                value, _ = convert(value)
+        found.append(value)
+    return found
 
 
 def _import_cupy() -> Any:

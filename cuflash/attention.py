@@ -110,13 +110,16 @@ def attention(
     """
     # The warm way: a call like one before is made again, arrays in launch.ORDER and options in warm.PLAIN.
     pair = out if type(out) is tuple and len(out) == 2 else (out, None)
-    if progress is None and not unknown and arrays_.is_cupy(q):
+    given = [
+        q, k, v, *pair, bias, mask, alibi_slopes, sink, query_lengths, key_lengths, cu_seqlens_q,
+        cu_seqlens_k, workspace, None,
+    ]  # fmt: skip
+    if type(q) is not np.ndarray and not arrays_.is_cupy(q):
+        given = arrays_.brought(given)
+    if progress is None and not unknown and arrays_.is_cupy(given[0]):
         key, given, seed = warm.of_values(
             "forward",
-            [
-                q, k, v, *pair, bias, mask, alibi_slopes, sink, query_lengths, key_lengths, cu_seqlens_q,
-                cu_seqlens_k, workspace, None,
-            ],
+            given,
             (
                 causal, window, query_offset, scale, softcap, block_mask, layout, precision, out_dtype,
                 kernel, return_lse, False,
@@ -277,7 +280,7 @@ def _run(
 ) -> tuple[Problem, dict[str, Any]]:  # fmt: skip
     """Problem, and every result by name in the caller's axis order."""
     key = None
-    if arrays_.is_cupy(arrays["q"]):
+    if type(arrays["q"]) is not np.ndarray:
         key, given, seed = warm.key(direction, arrays | targets, options)
         call = launch.cached(key, given)
         if call is not None:

@@ -11,7 +11,7 @@ launch.py knows only this interface, so that the emulator runs the same code as 
 | launch_all(loaded, args, buffers, progress) | start every kernel with one Args struct |
 | zero(address, n_bytes) | set to zero bytes, in stream order |
 | copy(source, target) | elementwise, equal shapes, in stream order |
-| copy_lengths(values, target) | host int64 numbers into an int64 array, in stream order, capture-safe |
+| copy_lengths(values, address) | host int64 numbers to an address, in stream order, capture-safe |
 | blocks(mask) | (indptr, indices) of a BlockMask where kernels can read them |
 """
 
@@ -110,13 +110,13 @@ class Cuda:
         )
         target.view(bits)[...] = source.view(bits)
 
-    def copy_lengths(self, values: np.ndarray, target: Any) -> None:
+    def copy_lengths(self, values: np.ndarray, address: int) -> None:
         """By kernel arguments: no pinned memory to keep alive, nothing that a capture could not hold."""
         handle = self._lengths_entry()
         for start in range(0, values.size, _LENGTHS_AT_ONCE):
             part = values[start : start + _LENGTHS_AT_ONCE]
             words = np.zeros(2 + _LENGTHS_AT_ONCE, np.int64)
-            words[0], words[1] = target.data.ptr + 8 * start, part.size
+            words[0], words[1] = address + 8 * start, part.size
             words[2 : 2 + part.size] = part
             struct = ArgsBuffer(bytearray(words.tobytes()))
             self._driver.launchKernel(handle, 1, 1, 1, 128, 1, 1, 0, self.stream(), struct.parameters, 0)
@@ -177,8 +177,8 @@ class Emulated:
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         np.copyto(target, source)
 
-    def copy_lengths(self, values: np.ndarray, target: np.ndarray) -> None:
-        np.copyto(target, values)
+    def copy_lengths(self, values: np.ndarray, address: int) -> None:
+        ctypes.memmove(address, values.ctypes.data, values.nbytes)
 
     def blocks(self, mask: Any) -> tuple[Any, Any]:
         return mask.on_device(np)

@@ -23,7 +23,7 @@ import numpy as np
 
 from cuflash import args, backends
 from cuflash import results as results_
-from cuflash.arrays import numpy_dtype
+from cuflash.arrays import address, bounds, numpy_dtype
 from cuflash.errors import CuflashError
 from cuflash.plan import Plan, make
 from cuflash.problem import Operands, Problem
@@ -62,7 +62,7 @@ def run(plan: Plan, operands: Operands) -> dict[str, Any]:
     seed = operands.seed if isinstance(operands.seed, int) else 0
     results = call(_arrays(operands, call.order), seed, operands)
     return {
-        name: array if name in call.given else canonical(plan.problem, name, array)
+        name: array if name in call.given else results_.canonical(plan.problem, name, array)
         for name, array in results.items()
     }
 
@@ -70,7 +70,8 @@ def run(plan: Plan, operands: Operands) -> dict[str, Any]:
 def key(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a prepared call depends on; None when an array is not a plain cupy.ndarray.
 
-    arrays: the caller's, in ORDER.  options: direction and every other argument; dropout without its seed.
+    arrays: the caller's, in ORDER; lengths on the host as int64 NumPy arrays, of which the number counts.
+    options: direction and every other argument; dropout without its seed.
     """
     cupy = sys.modules.get("cupy")
     if cupy is None:
@@ -83,28 +84,33 @@ def key(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | 
         elif type(array) is plain:
             memory = array.data
             parts.append((array.shape, array.strides, array.dtype.char, memory.ptr & 15, memory.device_id))
+        elif type(array) is np.ndarray and array.ndim == 1 and array.dtype == np.int64:
+            parts.append(array.size)
         else:
             return None
     return tuple(parts)
 
 
 def cached(key: tuple[Any, ...] | None, arrays: tuple[Any, ...]) -> Prepared | None:
-    """The prepared call of a key, or None: unknown, unhashable, or a result would overlap another array."""
+    """The prepared call of a key, or None: unknown, unhashable, or check.py must look at what arrays hold."""
     if key is None:
         return None
     try:
         call = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed: check.py says what is wrong with it
         return None
-    if call is None or (call.written and call.overlaps(arrays)):
+    if call is None or (call.written and call.overlaps(arrays)) or not call.lengths_fit(arrays):
         return None
     return call
 
 
 def remember(key: tuple[Any, ...] | None, plan: Plan, operands: Operands) -> None:
-    """Keep a prepared call for the next one with the same key, when nothing but addresses can change."""
-    if key is None or plan.device.kind != "cuda" or plan.copies or _host_lengths(operands):
+    """Keep a prepared call for the next one with the same key, when only addresses and lengths can change."""
+    if key is None or plan.device.kind != "cuda" or plan.copies:
         return
+    reaches = plan.problem.bias or plan.problem.has_mask or operands.block_mask is not None
+    if reaches and plan.problem.packed and _host_lengths(operands):
+        return  # do they reach the longest sequence?  check.py looks each time
     call = prepare(plan, operands)
     if len(_prepared) >= MAX_PREPARED:
         _prepared.clear()
@@ -157,16 +163,22 @@ class Prepared:
         self._workspace_at = self.order.index("workspace")
         self._written = [self.order.index(name) for name in self.given]
         self.written = bool(self._written) or operands.workspace is not None
-        self._extents = [_extent(array) for array in arrays]
+        hosted = _host_lengths(operands)
+        self._extents = [
+            _extent(None if name in hosted else array) for name, array in zip(self.order, arrays, strict=True)
+        ]
         self._words = {name: args.offset_of(field) // 8 for name, field in _FIELDS.items()}
         self._inputs = [
             (position, self._words[name])
             for position, name in enumerate(self.order)
-            if name in there and name in self._words
+            if name in there and name in self._words and name not in hosted
         ]
         self._new = [(name, *_new_result(plan.problem, name)) for name in self._names if name not in there]
         self._seed_word = args.offset_of("seed") // 8
         self._slot_words = self._words_of_slots()
+        place = {slot.name: offset for slot, offset in zip(plan.slots, plan.offsets, strict=True)}
+        self._slot_words += [(self._words[name], place[name]) for name in hosted]
+        self._lengths = [(self.order.index(name), place[name], *_limits(plan, name)) for name in hosted]
         self._zeroed = [
             (offset, slot.n_bytes)
             for offset, slot in zip(plan.offsets, plan.slots, strict=True)
@@ -177,7 +189,7 @@ class Prepared:
         self._line = _line(plan)
 
     def __call__(self, arrays: Any, seed: int = 0, operands: Operands | None = None) -> dict[str, Any]:
-        """operands: the canonical views, where copies or host lengths may be needed; None on the fast way."""
+        """operands: the canonical views, where copies may be needed; None on the fast way."""
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s", self._line)
         if self.backend.is_current():
@@ -197,6 +209,18 @@ class Prepared:
                 if mine and span and other != position and mine[0] < span[1] and span[0] < mine[1]:
                     return True
         return False
+
+    def lengths_fit(self, arrays: Any) -> bool:
+        """Whether check.py would let lengths on the host pass."""
+        for position, _, limit, cumulative in self._lengths:
+            values = arrays[position]
+            if cumulative:
+                fits = values[0] == 0 and values[-1] <= limit and bool((values[1:] >= values[:-1]).all())
+            else:
+                fits = not values.size or (values.min() >= 0 and values.max() <= limit)
+            if not fits:
+                return False
+        return True
 
     def _run(self, arrays: Any, seed: int, operands: Operands | None) -> dict[str, Any]:
         backend, plan, pointer = self.backend, self.plan, self.backend.pointer
@@ -223,6 +247,8 @@ class Prepared:
                     words[word] = start + offset
                 for offset, n_bytes in self._zeroed:
                     backend.zero(start + offset, n_bytes)
+                for position, offset, _, _ in self._lengths:
+                    backend.copy_lengths(arrays[position], start + offset)
                 if operands is not None:
                     slots = self._slots(workspace)
                     self._stage(operands, slots)
@@ -282,7 +308,7 @@ class Prepared:
         plan = self.plan
         record = args.record_of(plan.problem, operands)
         for name, shape, dtype in self._new:
-            args.fill(record, name, canonical(plan.problem, name, _hollow(shape, dtype)))
+            args.fill(record, name, results_.canonical(plan.problem, name, _hollow(shape, dtype)))
         for copy in plan.copies:
             args.fill(record, copy.name, _hollow(copy.slot.shape, numpy_dtype(copy.slot.dtype)))
         for slot in plan.slots[: plan.n_row_slots]:
@@ -313,17 +339,12 @@ class Prepared:
         return found
 
     def _stage(self, operands: Operands, slots: list[Any]) -> None:
-        """Copy what the kernel cannot address, and lengths that live on the host, into the workspace."""
+        """Copy what the kernel cannot address into the workspace."""
         words, backend = self._args.words, self.backend
         for number, copy in enumerate(self.plan.copies, self.plan.n_row_slots):
             if not copy.back:
                 backend.copy(args.operand(operands, copy.name), slots[number])
             words[self._words[copy.name]] = backend.pointer(slots[number])
-        place = {slot.name: index for index, slot in enumerate(self.plan.slots)}
-        for name in _host_lengths(operands):
-            values = np.ascontiguousarray(getattr(operands, name), np.int64)
-            backend.copy_lengths(values, slots[place[name]])
-            words[self._words[name]] = backend.pointer(slots[place[name]])
 
     def _buffers(self, arrays: Any, results: dict[str, Any], slots: list[Any]) -> dict[str, Any]:
         """Every array that a kernel may touch, by name, for the emulator."""
@@ -337,15 +358,6 @@ class Prepared:
         return results | named | self._blocks
 
 
-def canonical(problem: Problem, name: str, array: Any) -> Any:
-    """A new result in the caller's axis order -> canonical order, a view."""
-    if problem.packed and name in ("out", "dq", "dk", "dv", "lse"):
-        return array[None]
-    if problem.layout == "bhsd" and name in ("out", "dq", "dk", "dv"):
-        return array.transpose(0, 2, 1, 3)
-    return array
-
-
 def _new_result(problem: Problem, name: str) -> tuple[tuple[int, ...], np.dtype]:
     """Shape in the caller's axis order (dbias and dalibi_slopes: canonical), and dtype."""
     shape, dtype = results_.shape_and_dtype(problem, name)
@@ -354,17 +366,23 @@ def _new_result(problem: Problem, name: str) -> tuple[tuple[int, ...], np.dtype]
 
 
 def _arrays(operands: Operands, order: tuple[str, ...]) -> list[Any]:
-    """Operands that kernels read by their address; None for numbers and for lengths that are copied first."""
+    """Operands that kernels read by their address, None for numbers; lengths on the host as int64."""
     values, grads = operands.__dict__, operands.grads
     found = [values[name] if name in values else grads.get(name) for name in order]
     found[order.index("seed")] = operands.seed if hasattr(operands.seed, "dtype") else None
     for name in _host_lengths(operands):
-        found[order.index(name)] = None
+        found[order.index(name)] = np.ascontiguousarray(values[name], np.int64)
     return found
 
 
 def _host_lengths(operands: Operands) -> list[str]:
     return [name for name in args.LENGTHS if isinstance(getattr(operands, name), np.ndarray)]
+
+
+def _limits(plan: Plan, name: str) -> tuple[int, bool]:
+    """(the largest length that may occur, whether lengths are cumulative)."""
+    limit = plan.problem.len_q if name in ("query_lengths", "cu_seqlens_q") else plan.problem.len_k
+    return limit, name.startswith("cu_")
 
 
 def _hollow(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -381,8 +399,8 @@ def _extent(array: Any) -> tuple[int, int]:
     """[low, high) in bytes from the first element, wherever the strides lead."""
     if array is None or array.size == 0:
         return 0, 0
-    reach = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
-    return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0) + array.itemsize
+    (low, high), start = bounds(array), address(array)
+    return low - start, high - start
 
 
 def _line(plan: Plan) -> str:

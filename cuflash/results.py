@@ -76,6 +76,15 @@ def in_layout(problem: Problem, name: str, array: Any) -> Any:
     return array
 
 
+def canonical(problem: Problem, name: str, array: Any) -> Any:
+    """A new result in the caller's axis order -> canonical order, a view."""
+    if problem.packed and name in ("out", "dq", "dk", "dv", "lse"):
+        return array[None]
+    if problem.layout == "bhsd" and name in ("out", "dq", "dk", "dv"):
+        return array.transpose(0, 2, 1, 3)
+    return array
+
+
 def gradients(problem: Problem, found: dict[str, Any], options: dict[str, Any], grads: Any) -> Gradients:
     """Gradients in the caller's axis order, from canonical arrays by name; options hold bias and slopes.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from cuflash import arrays as arrays_
 from cuflash import launch
 from cuflash.check_options import DEFAULTS
 
@@ -14,26 +17,35 @@ PLAIN = (
 )  # fmt: skip
 _KNOWN = {*DEFAULTS, "deterministic", "return_lse", "out", "grads"}
 _MAX_SEED = 1 << 64
+_LENGTHS_AT = {direction: order.index("query_lengths") for direction, order in launch.ORDER.items()}
+_HOST_KINDS = (list, tuple, range, np.ndarray)
 
 
 def key(direction: str, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...], int]:
     """(key or None, arrays in launch.ORDER, seed); None when the call has to be checked: see launch.key.
 
-    Lengths on the host, unknown options and a progress function are checked every time.
+    Calls with unknown options or a progress function are checked every time.
     """
     if options.get("progress") is not None or not options.keys() <= _KNOWN:
         return None, (), 0
     plain = tuple(options.get(name, DEFAULTS.get(name, False)) for name in PLAIN)
     values = dict(options, **arrays)
-    return of_values(
-        direction, [values.get(name) for name in launch.ORDER[direction]], plain, options.get("dropout")
-    )
+    given = arrays_.brought([values.get(name) for name in launch.ORDER[direction]])
+    return of_values(direction, given, plain, options.get("dropout"))
 
 
 def of_values(
     direction: str, arrays: list[Any], plain: tuple[Any, ...], dropout: Any
 ) -> tuple[Any, tuple[Any, ...] | list[Any], int]:
-    """The same from arrays in launch.ORDER, the seed's place left None, and options in the order of PLAIN."""
+    """The same from arrays in launch.ORDER, the seed's place left None, and options in the order of PLAIN.
+
+    Lengths on the host are made int64 arrays in place.
+    """
+    for at in range(_LENGTHS_AT[direction], _LENGTHS_AT[direction] + 4):
+        if type(arrays[at]) in _HOST_KINDS:
+            arrays[at] = _whole_numbers(arrays[at])
+            if arrays[at] is None:
+                return None, (), 0
     if dropout is None:
         return launch.key(arrays, (direction, plain)), arrays, 0
     if type(dropout) is not tuple or len(dropout) not in (2, 3) or dropout[1] is None:
@@ -45,3 +57,14 @@ def of_values(
     elif not 0 <= seed < _MAX_SEED:
         return None, (), 0
     return launch.key(arrays, (direction, plain, p, shift)), arrays, seed
+
+
+def _whole_numbers(values: Any) -> np.ndarray | None:
+    """Lengths on the host as an int64 array; None when they are none."""
+    try:
+        found = np.asarray(values)
+    except (ValueError, OverflowError, TypeError):
+        return None
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        return None
+    return np.ascontiguousarray(found, np.int64)

@@ -9,11 +9,13 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from cuflash import BlockMask, CuflashError, args, attention, backends, build, launch, plan, reference
+from cuflash import arrays as arrays_
 from cuflash.attention import attention_backward, explain
 from cuflash.check import check
 from cuflash.devices import EMULATED, Device, gpu_count
@@ -274,6 +276,11 @@ def pretend(monkeypatch):
         return cupy.ndarray(shape, dtype, memptr=memory.MemoryPointer(owned, offset))
 
     class Pretended(Recorder):
+        lengths: ClassVar = {}  # address -> numbers copied to it
+
+        def copy_lengths(self, values, address):
+            self.lengths[address] = values.tolist()
+
         def empty(self, shape, dtype):
             return make(shape, dtype)
 
@@ -357,10 +364,80 @@ def test_what_cannot_be_prepared(pretend):
     assert call_of(dict(given, q=np.zeros((2, 5, 4, 8), np.float32)))[0] is None, "not a cupy.ndarray"
     key, ordered = call_of(given, ([1, 2],))
     assert launch.cached(key, ordered) is None, "an option that cannot be hashed"
-    problem, operands = check("forward", given, dict(key_lengths=[1, 2]))
-    key, ordered = call_of(given)
-    launch.remember(key, plan.make(problem, HERE), operands)
-    assert launch.cached(key, ordered) is None, "lengths on the host are copied in each call"
+    packed = {name: make(array.shape[1:]) for name, array in arrays().items()}
+    ends = dict(cu_seqlens_q=np.array([0, 2, 5]), cu_seqlens_k=np.array([0, 3, 7]))
+    for options, is_kept in ((ends, True), (ends | {"mask": make((3, 4), bool)}, False)):
+        problem, operands = check("forward", packed, options)
+        key, ordered = call_of(packed | options)
+        launch.remember(key, plan.make(problem, HERE), operands)
+        assert (launch.cached(key, ordered) is not None) == is_kept, "must the mask reach other lengths too?"
+
+
+def test_lengths_on_the_host_change_from_call_to_call(pretend, monkeypatch):
+    make, backend = pretend
+    monkeypatch.setattr(plan.devices, "gpu", lambda index: HERE)
+    given = {name: make(array.shape) for name, array in arrays().items()}
+
+    def lengths_of(record, name):
+        return backend.lengths[int(record[name]["data"])]
+
+    attention(*given.values(), key_lengths=[1, 2], query_lengths=(5, 0))
+    tokens = {name: make(array.shape[1:]) for name, array in arrays().items()}
+    attention(*tokens.values(), cu_seqlens_q=[0, 2, 5], cu_seqlens_k=[0, 0, 7])
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "make", lambda *_: pytest.fail("later calls plan nothing"))
+        attention(*given.values(), key_lengths=np.array([7, 0], np.uint8), query_lengths=[0, 3])
+        record = backend.calls[-1][1]
+        assert lengths_of(record, "key_lengths") == [7, 0]
+        assert lengths_of(record, "query_lengths") == [0, 3]
+        attention(*tokens.values(), cu_seqlens_q=[0, 5, 5], cu_seqlens_k=range(0, 7, 3))
+        assert lengths_of(backend.calls[-1][1], "cu_seqlens_k") == [0, 3, 6]
+    n_calls = len(backend.calls)
+    for wrong, said in (
+        ({"key_lengths": [8, 0], "query_lengths": [0, 3]}, r"key_lengths\[0\] is 8"),
+        ({"key_lengths": [1, 2], "query_lengths": [-1, 3]}, r"query_lengths\[0\] is -1"),
+        ({"key_lengths": [0.5, 0], "query_lengths": [0, 3]}, "key_lengths is float64"),
+        ({"key_lengths": [1, 2, 3], "query_lengths": [0, 3]}, "key_lengths has 3 entries"),
+        ({"key_lengths": [[1], [2, 3]], "query_lengths": [0, 3]}, "no list of whole numbers"),
+    ):
+        with pytest.raises(CuflashError, match=said):
+            attention(*given.values(), **wrong)
+    for wrong, said in (([0, 5, 2], "decreases"), ([1, 2, 5], "is 1"), ([0, 2, 6], "is 6")):
+        with pytest.raises(CuflashError, match=said):
+            attention(*tokens.values(), cu_seqlens_q=wrong, cu_seqlens_k=[0, 0, 7])
+    assert len(backend.calls) == n_calls, "nothing is launched"
+
+
+def test_arrays_of_other_libraries_take_the_warm_way(pretend, monkeypatch):
+    make, backend = pretend
+    monkeypatch.setattr(plan.devices, "gpu", lambda index: HERE)
+
+    class Foreign:
+        """Another library's array on a CUDA device, over the memory of a CuPy one."""
+
+        def __init__(self, array):
+            self.array, self.shape = array, array.shape
+
+        __dlpack__ = None
+
+        def __dlpack_device__(self):
+            return 2, 0
+
+    monkeypatch.setattr(arrays_, "_from_dlpack", lambda value: (value.array, 0))
+    given = {name: Foreign(make(array.shape)) for name, array in arrays().items()}
+    bias, out, lse = Foreign(make((4, 5, 7))), Foreign(make((2, 5, 4, 6))), Foreign(make((2, 4, 5)))
+    dout = Foreign(make((2, 5, 4, 6)))
+
+    def both():
+        assert attention(*given.values(), bias=bias, out=(out, lse), return_lse=True)[0] is out
+        assert backend.calls[-1][1]["bias"]["data"] == bias.array.data.ptr
+        gradients = attention_backward(dout, *given.values(), out, lse, bias=bias)
+        assert gradients.dbias.shape == (4, 5, 7) and gradients.dq.shape == (2, 5, 4, 8)
+        assert backend.calls[-1][1]["dO"]["data"] == dout.array.data.ptr
+
+    both()
+    monkeypatch.setattr(plan, "make", lambda *_: pytest.fail("the second call plans nothing"))
+    both()
 
 
 def test_a_result_that_overlaps_takes_the_checked_way(pretend):
