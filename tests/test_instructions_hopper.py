@@ -70,6 +70,7 @@ def test_tma_load(where, shape, box, at, line, copies):
 @pytest.mark.parametrize("shape, box, at, line", BOXES)
 @pytest.mark.parametrize("copies", ["early", "late"])
 def test_tma_store(where, shape, box, at, line, copies):
+    at = tuple(max(start, 0) for start in at)  # a store at a negative coordinate is an illegal instruction
     x = rng.integers(1, 60000, shape).astype(np.uint16)
     tile = rng.integers(1, 60000, tuple(reversed(box))).astype(np.uint16)
     image = np.empty(tile.nbytes, np.uint8)
@@ -235,6 +236,23 @@ def test_elect_one_and_setmaxnreg(where, seed, entry):
     with emulator.options(seed=seed):
         (out,) = probe(where, FILE, entry, [np.zeros(12, np.int32)], block=384)
     assert np.array_equal(out, np.ones(12))
+
+
+@pytest.mark.parametrize(
+    "entry, at, words",
+    [
+        ("probe_tma_load", (4, 0), "no multiple of 16 bytes"),
+        ("probe_tma_store", (4, 0), "no multiple of 16 bytes"),
+        ("probe_tma_store", (0, -1), "negative coordinate, -1 on axis 1"),
+    ],
+)
+def test_coordinates_that_are_illegal_instructions(entry, at, words):
+    x = np.zeros((40, 64), np.uint16)
+    maps = [(0, keywords(x, (64, 8), 128, "bfloat16"))]
+    numbers = [2, *at, 0, 0, 0, 1024]
+    with pytest.raises(CuflashError, match=words):
+        given = [x, np.zeros(1024, np.uint8)]
+        probe("emulator", FILE, entry, given, numbers, block=128, shared_mem=16400, maps=maps)
 
 
 def test_tensor_map_refuses_in_words():

@@ -325,6 +325,8 @@ void tensor_store(const void* map, u32 shared, Coordinates at, bool adds, Here h
   store.tensor = true;
   store.adds = adds;
   store.map = read_map(map, at, here);
+  for (int axis = 0; axis < at.rank; axis++)   // an illegal instruction on the device, unlike in a load
+    if (at.at[axis] < 0) fail(here, "tensor store at a negative coordinate, %d on axis %d", at.at[axis], axis);
   if (adds && (store.map.itemsize != 4 || !store.map.is_float))
     fail(here, "tma_reduce_add: the emulator adds float32 only");
   store.at = at;

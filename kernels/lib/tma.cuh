@@ -2,11 +2,11 @@
 //
 // A tensor map (cuflash/tensormap.py) describes an array of 2 to 5 axes, a box, and how the box lies in
 // shared memory: rows of box[0] elements, densely packed, with 16-byte chunk c of row r at c ^ (r % 8) for
-// the 128-byte swizzle.  It is a kernel parameter (const __grid_constant__) or part of one.  Coordinates are
-// elements, first axis first; the first one times the element size is a multiple of 16 bytes (anything else
-// is an illegal instruction).  They may be negative or past the end: such elements are zeros in a load and
-// dropped in a store, and the mbarrier is always credited with the full box.  Stores and reduce-adds form
-// groups per thread: the thread that issued them commits and waits.
+// the 128-byte swizzle.  It is a kernel parameter (const __grid_constant__) or part of one.
+// Coordinates are elements, first axis first.  The first one times the element size is a multiple of 16
+// bytes, and those of a store are not negative: anything else is an illegal instruction.  Elements outside
+// the array are zeros in a load and dropped in a store; the mbarrier is always credited with the full box.
+// Stores and reduce-adds form groups per thread: the thread that issued them commits and waits.
 #pragma once
 #include "platform.cuh"
 
