@@ -24,7 +24,7 @@ from cuflash.arrays import numpy_dtype, spec
 from cuflash.cases import Case, find, make, wide
 from cuflash.check import check
 from cuflash.errors import CuflashError
-from cuflash.judge import Verdict, judge, to_numpy
+from cuflash.judge import Draws, Verdict, judge_drawn, to_numpy
 from cuflash.problem import FLOAT_DTYPES, Problem
 
 NUMPY = "numpy"  # the row that is no kernel: tiled.py
@@ -37,6 +37,10 @@ GRADIENT_OF = {
     "dsink": "sink",
     "dalibi_slopes": "alibi_slopes",
 }
+
+
+# Exact results by name, draws of the dtype's baseline, draws of the accumulation dtype's.
+Answers = tuple[dict[str, Any], Draws, Draws]
 
 
 @dataclass(frozen=True)
@@ -247,20 +251,33 @@ class Expected:
         self.dout, self.dlse = arrays["dout"], arrays.get("dlse")
         self.out_dtype = numpy_dtype(self.options.get("out_dtype") or dtype)
         self.accumulator = "float64" if dtype == "float64" else "float32"
-        self._backward: tuple[dict[str, Any], ...] | None = None
-        self.forward = tuple(self._forward_of(path) for path in self.paths())
-
-    def paths(self) -> tuple[Any, Any, Any]:
-        """The reference, the baseline of the dtype, and the one for lse and gradients per head."""
         reference = cuflash.reference
-        exact = reference.LONGDOUBLE if self.dtype == "float64" else reference.FLOAT64
+        self.exact = reference.LONGDOUBLE if dtype == "float64" else reference.FLOAT64
+        self._backward: Answers | None = None
+        self.forward = self._answers(self._forward_of)
+
+    def _answers(self, run: Callable[..., dict[str, Any]]) -> Answers:
+        """(exact results, draws of the dtype's baseline, draws of the one for lse and gradients per head)."""
+        reference = cuflash.reference
+
+        def draws_in(dtype: str) -> Draws:
+            def drawn(noise: Any) -> dict[str, Any]:
+                return run(reference.unfused(dtype, noise))
+
+            return Draws(drawn)
+
         functions = {name: getattr(reference, name) for name in ("attention", "attention_backward")}
-        best = SimpleNamespace(**{name: partial(f, arithmetic=exact) for name, f in functions.items()})
-        return best, reference.unfused(self.dtype), reference.unfused(self.accumulator)
+        best = SimpleNamespace(**{name: partial(f, arithmetic=self.exact) for name, f in functions.items()})
+        own = draws_in(self.dtype)
+        return run(best), own, own if self.dtype == self.accumulator else draws_in(self.accumulator)
 
     def _forward_of(self, path: Any) -> dict[str, Any]:
         out, lse = path.attention(*self.qkv, **self.options, return_lse=True)
         return {"out": out, "lse": lse}
+
+    def _backward_of(self, path: Any) -> dict[str, Any]:
+        gradients = path.attention_backward(*self.given, **self.options, dlse=self.dlse)
+        return {name: value for name, value in gradients_of(gradients).items() if value is not None}
 
     @property
     def given(self) -> list[np.ndarray]:
@@ -270,21 +287,15 @@ class Expected:
         return [self.dout, *self.qkv, out, lse]
 
     @property
-    def backward(self) -> tuple[dict[str, Any], ...]:
-        """Gradients by name of the three paths; computed when first asked for."""
+    def backward(self) -> Answers:
+        """As `forward`, of the gradients by name; computed when first asked for."""
         if self._backward is None:
-            found = []
-            for path in self.paths():
-                gradients = path.attention_backward(*self.given, **self.options, dlse=self.dlse)
-                found.append(
-                    {name: value for name, value in gradients_of(gradients).items() if value is not None}
-                )
-            self._backward = tuple(found)
+            self._backward = self._answers(self._backward_of)
         return self._backward
 
     def judge(self, direction: str, results: dict[str, Any]) -> tuple[Verdict, ...]:
         """Verdicts on the arrays of one result; a missing or an extra array is a failure."""
-        reference, baseline, wide_baseline = self.forward if direction == "forward" else self.backward
+        reference, own, wide_draws = self.forward if direction == "forward" else self.backward
         verdicts = []
         for name in dict.fromkeys([*reference, *results]):
             if name not in results or name not in reference:
@@ -292,9 +303,9 @@ class Expected:
                     Verdict(name, np.nan, np.nan, np.nan, f"{name}: is missing, or should not be there")
                 )
                 continue
-            held_to = wide_baseline if name in FLOAT32_JUDGED else baseline
+            draws = wide_draws if name in FLOAT32_JUDGED else own
             verdicts.append(
-                judge(name, results[name], reference[name], held_to[name], accumulator=self.accumulator)
+                judge_drawn(name, results[name], reference[name], draws, accumulator=self.accumulator)
             )
         return tuple(verdicts)
 
@@ -305,7 +316,10 @@ def gradients_of(gradients: Any) -> dict[str, Any]:
 
 def one(row: str, direction: str, expected: Expected, xp: Any) -> Line:
     """One row on one case."""
-    starred = row == NUMPY or any(r.starred for r in (*rows.FORWARD, *rows.BACKWARD) if r.name == row)
+    covered = (expected.dtype, *expected.case.shape[5:])
+    starred = row == NUMPY or any(
+        r.starred and r.covers(*covered) for r in (*rows.FORWARD, *rows.BACKWARD) if r.name == row
+    )
     line = {"row": row, "direction": direction, "case": expected.case.name, "dtype": expected.dtype}
     try:
         if direction == "forward":
@@ -314,7 +328,7 @@ def one(row: str, direction: str, expected: Expected, xp: Any) -> Line:
             results, note = backward(row, expected, xp), ""
         verdicts = expected.judge(direction, results)
     except CuflashError as error:
-        # A starred row takes the whole contract: from it a refusal is a failure.
+        # A starred row takes the whole contract: where it covers dtype and sizes a refusal is a failure.
         return Line(**line, status="failed" if starred else "refused", message=sentence(error))
     except Exception as error:  # a check that stops at the first crash tells less than one that goes on
         return Line(**line, status="failed", message=f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ own dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,37 @@ def allowed_kinds(
         allowed |= np.isnan(got) & np.broadcast_to(may_be_nan, got.shape)
     overflow = np.isinf(got) & np.isfinite(reference) & (np.sign(got) == np.sign(reference))
     return allowed | (overflow & (np.abs(np.where(overflow, reference, 0)) >= largest_of_dtype))
+
+
+# One draw of few numbers, or of a sum that cancels, may be exact by luck: then more are made.  More draws
+# only raise the limit, so what passes with few need not wait for many.
+N_DRAWS = (1, 4, 24)
+
+
+class Draws:
+    """Results of the baseline with other roundings each time, made when they are first asked for.
+
+    run(noise) -> {name: array}; noise is None or a numpy.random.Generator, see `reference.unfused`.
+    """
+
+    def __init__(self, run: Callable[[Any], dict[str, Any]]) -> None:
+        self.run = run
+        self.found: list[dict[str, Any]] = []
+
+    def first(self, n: int, name: str) -> list[Any]:
+        """The results called `name` of the first n draws: the plain one, then noisy ones."""
+        for number in range(len(self.found), n):
+            self.found.append(self.run(np.random.default_rng(number - 1) if number else None))
+        return [draw[name] for draw in self.found[:n]]
+
+
+def judge_drawn(name: str, result: Any, reference: Any, draws: Draws, **options: Any) -> Verdict:
+    """`judge` with one baseline and, only where that is not enough, with the largest error of several."""
+    for n in N_DRAWS:
+        verdict = judge(name, result, reference, draws.first(n, name), **options)
+        if verdict.passed:
+            break
+    return verdict
 
 
 def judge(

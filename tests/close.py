@@ -13,7 +13,7 @@ import numpy as np
 
 from cuflash import reference
 from cuflash.check import check
-from cuflash.judge import AXES, judge, kind_of, limit_of, to_numpy
+from cuflash.judge import AXES, Draws, judge, judge_drawn, kind_of, limit_of, to_numpy
 
 __all__ = ["AXES", "Judge", "check_close", "kind_of", "limit_of", "to_numpy"]
 
@@ -31,20 +31,6 @@ def check_close(name, result, reference, baselines, *, accumulator="float32", ma
     return verdict
 
 
-class Draws:
-    """Results of the baseline with other roundings each time, made when they are first asked for."""
-
-    def __init__(self, run):
-        self.run = run  # run(noise) -> {name: array}
-        self.found = []
-
-    def first(self, n, name):
-        """The results called `name` of the first n draws: the plain one, then noisy ones."""
-        for number in range(len(self.found), n):
-            self.found.append(self.run(np.random.default_rng(number - 1) if number else None))
-        return [draw[name] for draw in self.found[:n]]
-
-
 class Judge:
     """The reference and the baselines of one Call, made when first asked for, on the host.
 
@@ -55,9 +41,6 @@ class Judge:
 
     # lse and sums over rows are accumulated in float32 whatever the dtype, and judged so
     FLOAT32_RESULTS = ("lse", "delta", "dsink", "dalibi_slopes")
-    # One draw of few numbers, or of a sum that cancels, may be exact by luck: then more are made.  More draws
-    # only raise the limit, so what passes with few need not wait for many.
-    N_DRAWS = (1, 4, 24)
 
     def __init__(self, call):
         self.call = call
@@ -138,14 +121,12 @@ class Judge:
 
     def one(self, name, result, exact, draws, may_be_nan):
         axes = "batch head i d" if self.call.options.get("layout") == "bhsd" and name not in AXES else None
-        for n in self.N_DRAWS:
-            verdict = judge(
-                name, result, exact, draws.first(n, name),
-                accumulator=self.accumulator, may_be_nan=may_be_nan.get(name), axes=axes,
-            )  # fmt: skip
-            if verdict.passed:
-                return
-        raise AssertionError(f"{verdict.message}\n  in {self.call}")
+        verdict = judge_drawn(
+            name, result, exact, draws,
+            accumulator=self.accumulator, may_be_nan=may_be_nan.get(name), axes=axes,
+        )  # fmt: skip
+        if not verdict.passed:
+            raise AssertionError(f"{verdict.message}\n  in {self.call}")
 
 
 def nan_allowed(call):
