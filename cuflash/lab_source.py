@@ -60,9 +60,16 @@ def overlay(folder: Path, path: Path) -> Path:
     return folder
 
 
+def entry_of(path: Path) -> str:
+    """The first entry point that a file defines.  Raises CuflashError when there is none."""
+    for name in emulator.compiler.entry_points(path.read_text(encoding="utf-8")):
+        return name
+    raise CuflashError(f"lab: {path} defines no entry point: KERNEL(threads, blocks) name(...).")
+
+
 def stem_of(path: Path) -> str:
     """Name of the kernel file that a file is a version of, from its first entry point."""
-    return emulator.compiler.entry_points(path.read_text(encoding="utf-8"))[0].split("__")[0]
+    return entry_of(path).split("__")[0]
 
 
 def row_of(path: Path) -> Row:
@@ -70,9 +77,6 @@ def row_of(path: Path) -> Row:
 
     Raises CuflashError when the file has no entry point, or one that no row has.
     """
-    entries = emulator.compiler.entry_points(path.read_text(encoding="utf-8"))
-    if not entries:
-        raise CuflashError(f"lab: {path} defines no entry point: KERNEL(threads, blocks) name(...).")
     name = stem_of(path)
     table = list(dict.fromkeys((*rows.FORWARD, *rows.BACKWARD)))
     for row in table:
@@ -82,7 +86,7 @@ def row_of(path: Path) -> Row:
         if name.startswith("pass_") and row.starred and any(step.file == name for step in row.steps):
             return row
     raise CuflashError(
-        f"lab: no row of the plan table runs {entries[0]}; known: {', '.join(row.name for row in table)}\n"
+        f"lab: no row of the plan table runs {name}; known: {', '.join(row.name for row in table)}\n"
         "  Keep the entry point's name in a changed copy.  A new rung needs a row in cuflash/rows_*.py first."
     )
 

@@ -168,12 +168,12 @@ def _profiled(row: dict[str, str], units: dict[str, str]) -> Profiled:
 
 
 def _stalls(row: dict[str, str]) -> dict[str, float]:
-    """Why warps waited: the three largest reasons as parts of all warp cycles."""
+    """Why warps waited: the three largest reasons as parts of all waiting (issuing is "selected")."""
     pattern = r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio"
     cycles = {
         match[1]: number
         for name, text in row.items()
-        if (match := re.fullmatch(pattern, name)) and (number := _number(text))
+        if (match := re.fullmatch(pattern, name)) and (number := _number(text)) and match[1] != "selected"
     }
     whole = sum(cycles.values())
     most = sorted(cycles.items(), key=lambda pair: -pair[1])[:3]
@@ -187,7 +187,7 @@ def limiter(utilisation: dict[str, float], stalls: dict[str, float]) -> str:
     unit, share = max(utilisation.items(), key=lambda pair: pair[1])
     if share >= BUSY:
         return f"{unit} ({share:.0f} %)"
-    waiting = next((reason for reason in stalls if reason != "selected"), None)
+    waiting = next(iter(stalls), None)
     reason = f", mostly {waiting.replace('_', ' ')}" if waiting else ""
     return f"waiting{reason} (busiest: {unit} {share:.0f} %)"
 

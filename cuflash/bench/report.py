@@ -219,7 +219,7 @@ def wide_form(results: Sequence[dict[str, Any]], metric: str) -> Table:
             )
             if line is not None and line["kind"] == "cuflash" and number is not None:
                 best = max(best or 0.0, number)
-                kernel = line["name"] if name == "auto" else ""
+                kernel = line["name"] if name == "auto" else kernel
         share = percent(best, one["matmul_tflops"]) if metric == "tflops" else ""
         made.add_row(one["label"], *cells, share, kernel)
     return made

@@ -298,9 +298,10 @@ def _blocks(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Suit
 
 
 def _ladder(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Suite:
-    """Every rung on one problem that the slowest can still do in a second."""
-    directions = ("forward", "backward")
-    return Suite("", grid(directions, sizes, head_dims=(64, 128), lengths=(4096,), dtype=dtype), ladder=True)
+    """Every rung on one problem that the slowest can still do in a second or two."""
+    both = ("forward", "backward")
+    shapes = grid(both, sizes, head_dims=(64, 128), lengths=(4096,), dtype=dtype, tokens=8192)
+    return Suite("", shapes, ladder=True)
 
 
 _SUITES = {
