@@ -193,8 +193,9 @@ def check_short(call, run):
     saved = judge.saved()
     gradients = run(short, saved)
     if gradients.dbias is not None:  # nothing reaches the places that are not there
-        missing = [(0, n - m) for n, m in zip(full.options["bias"].shape, gradients.dbias.shape, strict=True)]
-        gradients = gradients._replace(dbias=np.pad(to_numpy(gradients.dbias), missing))
+        dbias = np.zeros_like(full.options["bias"])
+        dbias[tuple(map(slice, gradients.dbias.shape))] = to_numpy(gradients.dbias)
+        gradients = gradients._replace(dbias=dbias)
     judge.backward(gradients, *saved)
 
 
