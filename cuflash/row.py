@@ -70,6 +70,7 @@ class Tile:
     itemsizes: tuple[int, ...] = (2, 4, 8)
     least: int = 16
     spills: int = 0
+    room: int = 0  # bytes of shared memory a block of the device can have, at least: what it is tuned for
 
     def head_dim(self, size: int) -> int:
         """What CUFLASH_HEAD_DIM becomes for a head_dim: its class, or the chunk it is walked in."""
@@ -169,8 +170,9 @@ def wanted_features(problem: Problem) -> list[str]:
 class Row:
     """One kernel of the ladder.
 
-    starred: obeys the whole contract and is chosen automatically; others run by name.
+    starred: obeys the whole contract for what it covers, and is chosen automatically; others run by name.
     arch: the oldest compute capability it runs on, 10 x major + minor.  exact_arch: only that one (sm_90a).
+    dtype_archs: (dtype, capability) of dtypes that need a newer one.
     features: words of FEATURES it supports.  limits: (attribute of Problem, largest value) pairs.
     teaches: the one idea, for tables and reports.
     """
@@ -183,6 +185,7 @@ class Row:
     teaches: str
     dtypes: tuple[str, ...] = FLOAT_DTYPES
     exact_arch: bool = False
+    dtype_archs: tuple[tuple[str, int], ...] = ()
     features: frozenset[str] = WHOLE
     limits: tuple[tuple[str, int], ...] = ()
     workspace: Callable[[Problem, Params], tuple[Slot, ...]] = _no_slots
@@ -196,19 +199,24 @@ class Row:
     def tile_of(self, problem: Problem, params_of: ParamsOf, shared_bytes: int) -> tuple[Tile, Params] | None:
         """The first tile that takes the problem in this much shared memory, with its parameters."""
         for tile in self.tiles:
-            if tile.takes(problem):
+            if tile.takes(problem) and tile.room <= shared_bytes:
                 params = params_of(problem, self, tile)
                 if all(step.smem(params) <= shared_bytes for step in self.steps if step.when(problem)):
                     return tile, params
         return None
 
+    def covers(self, dtype: str, head_dim: int, head_dim_v: int) -> bool:
+        """Is the row made for this dtype and these sizes?  A starred row then takes every option."""
+        sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+        return dtype in self.dtypes and all(sizes.get(name, 0) <= most for name, most in self.limits)
+
     def refuses(self, problem: Problem, device: Device) -> Refusal | None:
         """None, or the sentence why not; everything but tile sizes and strides (plan.py)."""
-        if device.kind == "cuda" and (
-            device.arch != self.arch if self.exact_arch else device.arch < self.arch
-        ):
-            need = f"sm_{self.arch}a, and no other" if self.exact_arch else f"sm_{self.arch}"
-            return Refusal(f"needs {need}, this device is sm_{device.arch}", "device")
+        arch = dict(self.dtype_archs).get(problem.dtype, self.arch)
+        if device.kind == "cuda" and (device.arch != arch if self.exact_arch else device.arch < arch):
+            need = f"sm_{arch}a, and no other" if self.exact_arch else f"sm_{arch}"
+            what = "" if arch == self.arch else f" for {problem.dtype}"
+            return Refusal(f"needs {need}{what}, this device is sm_{device.arch}", "device")
         if problem.dtype not in self.dtypes:
             return Refusal(f"takes {' and '.join(self.dtypes)}, not {problem.dtype}", "dtype")
         for word in wanted_features(problem):

@@ -51,6 +51,13 @@ class Build:
     dlse: bool = False
     deterministic: bool = False
 
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """(head_dim, head_dim_v) of a call of this build."""
+        if self.head_dim_v == "same":
+            return self.head_dim, self.head_dim
+        return self.head_dim, HEAD_DIMS[(HEAD_DIMS.index(self.head_dim) + 4) % len(HEAD_DIMS)]
+
 
 BUILD_VALUES = {
     "dtype": DTYPES,
@@ -209,9 +216,6 @@ def draw_sizes(pick, build, max_length, max_scores):
     batch = pick("batch", (1, 2, 3) * 6 + (0,))
     heads_k = pick("heads_k", (1, 2, 3) * 6 + (0,))
     heads = heads_k * pick("group", (1, 2, 4, 1))
-    head_dim_v = build.head_dim
-    if build.head_dim_v == "other":
-        head_dim_v = HEAD_DIMS[(HEAD_DIMS.index(build.head_dim) + 4) % len(HEAD_DIMS)]
     rows = {}
     for side in "qk":
         n = max(batch, 1) if build.sequences == "packed" else 1
@@ -220,13 +224,12 @@ def draw_sizes(pick, build, max_length, max_scores):
         batch, heads_k, heads = min(batch, 1), min(heads_k, 1), min(heads, 2)
         rows = {side: [min(n, int((max_scores / 2) ** 0.5)) for n in some[:1]] for side, some in rows.items()}
     if build.sequences != "packed":
-        return Sizes(batch, rows["q"][0], rows["k"][0], heads, heads_k, build.head_dim, head_dim_v)
+        return Sizes(batch, rows["q"][0], rows["k"][0], heads, heads_k, *build.head_dims)
     # tokens past the last cumulative length belong to no sequence
     cu = {side: np.cumsum([0, *some[:batch]], dtype=np.int32) for side, some in rows.items()}
     tail = pick("tail", (0, 3))
     tokens = {side: int(cu[side][-1]) + tail for side in cu}
-    dims = (build.head_dim, head_dim_v)
-    return Sizes(batch, tokens["q"], tokens["k"], heads, heads_k, *dims, cu["q"], cu["k"])
+    return Sizes(batch, tokens["q"], tokens["k"], heads, heads_k, *build.head_dims, cu["q"], cu["k"])
 
 
 def draw_options(pick, rng, build, sizes, extreme):

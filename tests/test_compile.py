@@ -59,6 +59,11 @@ def plans_of(row, direction, builds, arch):
     return found
 
 
+def is_covered(row, one):
+    """Is the row made for the dtype and the sizes of this build?"""
+    return row.covers(one.dtype, one.head_dim, one.head_dims[1])
+
+
 def compile_and_judge(plans):
     built = dict(zip(jobs := plan.jobs(plans), build.compile_all(jobs), strict=True))
     for one in plans:
@@ -77,7 +82,11 @@ def test_rows_compile(direction, row, arch):
         pytest.skip(f"needs sm_{row.arch}")
     turn = ARCHS.index(arch)
     covering = covering_builds(48)
-    few = [PLAIN[turn % len(PLAIN)], *(covering[(turn * 2 + n) % 48] for n in range(2 if row.starred else 1))]
+    plain = [one for one in PLAIN if (one.dtype, arch) != ("bfloat16", "sm_75") and one.dtype in row.dtypes]
+    few = [
+        plain[turn % len(plain)],
+        *(covering[(turn * 2 + n) % 48] for n in range(2 if row.starred else 1)),
+    ]
     plans = plans_of(row, direction, few, arch)
     assert plans, "no row refuses a plain build"
     compile_and_judge(plans)
@@ -89,13 +98,16 @@ def test_rows_compile(direction, row, arch):
 def test_rows_compile_in_every_build(direction, row, arch):
     plain = [replace(one, head_dim=dim) for one in PLAIN for dim in (1, 16, 32, 64, 96, 128, 192, 256, 512)]
     plans = plans_of(row, direction, [*plain, *covering_builds(48)], arch)
-    assert not row.starred or len(plans) == len(plain) + 48, "a starred row takes everything"
+    covered = [one for one in (*plain, *covering_builds(48)) if is_covered(row, one)]
+    assert not row.starred or len(plans) == len(covered), "a starred row takes every option"
     compile_and_judge(plans)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("direction, row", [pair for pair in TABLE if pair[1].starred])
 def test_tuned_tiles_do_not_spill(direction, row, dtype):
+    if dtype not in row.dtypes:
+        pytest.skip(f"{row.name} takes no {dtype}")
     arch = "sm_90" if row.arch <= 90 else f"sm_{row.arch}"
     q = {dim: cuflash.spec((1, 256, 4, dim), dtype) for dim in TUNED}
     for dim in TUNED if dtype != "float64" else TUNED[:2]:

@@ -71,9 +71,18 @@ def test_the_numpy_path():
         check_mask(name, None, None, np, 70)
 
 
+def skip_unless_covered(name, forward, backward, length):
+    """Skips what a row is not made for: dtypes, and the identity as V or dO makes head_dim_v the length."""
+    table = rows.FORWARD if forward else rows.BACKWARD
+    row = next(row for row in table if row.name == (forward or backward))
+    if not row.covers(CASES[name][0], 8, length):
+        pytest.skip(f"{row.name} is not made for it")
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("forward, backward", STARRED)
 def test_kernels_in_the_emulator(name, forward, backward):
+    skip_unless_covered(name, forward, backward, 70)
     check_mask(name, forward, backward, np, 70)
 
 
@@ -83,6 +92,7 @@ def test_kernels_in_the_emulator(name, forward, backward):
 def test_kernels_on_a_gpu(name, forward, backward):
     import cupy
 
+    skip_unless_covered(name, forward, backward, 150)
     check_mask(name, forward, backward, cupy, 150)
 
 

@@ -72,13 +72,14 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
   }
 };
 
-// The kept blocks of one tile as bits: a base of struct Smem, empty when no element is ever asked.
-template <class Walk, bool is_needed> struct KeptBlocks {
-  Shared<u32, Walk::Shape::n_own, Walk::Shape::n_words> kept_blocks;
+// The kept blocks of one tile, or one per stage, as bits: a base of struct Smem, empty when no element is ever
+// asked.
+template <class Walk, bool is_needed, int stages = 1> struct KeptBlocks {
+  Shared<u32, stages * Walk::Shape::n_own, Walk::Shape::n_words> kept_blocks;
 
   // Of the tile at walk0, which next() has just returned.  One warp writes, the others read after a
   // block_sync.
-  DEVICE void fill_blocks(const Walk& walk, i32 walk0, int lane) {
+  DEVICE void fill_blocks(const Walk& walk, i32 walk0, int lane, int stage = 0) {
 #pragma unroll
     for (int n = 0; n < Walk::Shape::rows_per_lane; ++n) {
       const int row = lane + 32 * n;
@@ -90,18 +91,19 @@ template <class Walk, bool is_needed> struct KeptBlocks {
           if (place >= 32) break;
           bits |= 1u << place;   // place >= 0: the cursor stands at or after the tile's first block
         }
-        kept_blocks(row, word) = bits;
+        kept_blocks(stage * Walk::Shape::n_own + row, word) = bits;
       }
     }
   }
 
   // Is the block of (own, at) kept?  own: row of the owned tile, at: row of the tile at walk0.
-  DEVICE bool keeps(const Walk& walk, i32 own, i32 walk0, i32 at) {
+  DEVICE bool keeps(const Walk& walk, i32 own, i32 walk0, i32 at, int stage = 0) {
     const i32 place = at / Walk::block - walk0 / Walk::block;
-    return kept_blocks(own / Walk::own_block_rows - walk.own_first, place / 32) >> (place % 32) & 1;
+    const int row = stage * Walk::Shape::n_own + own / Walk::own_block_rows - walk.own_first;
+    return kept_blocks(row, place / 32) >> (place % 32) & 1;
   }
 };
-template <class Walk> struct KeptBlocks<Walk, false> {
-  DEVICE void fill_blocks(const Walk&, i32, int) {}
-  DEVICE bool keeps(const Walk&, i32, i32, i32) { return true; }
+template <class Walk, int stages> struct KeptBlocks<Walk, false, stages> {
+  DEVICE void fill_blocks(const Walk&, i32, int, int = 0) {}
+  DEVICE bool keeps(const Walk&, i32, i32, i32, int = 0) { return true; }
 };

@@ -61,15 +61,26 @@ DEVICE u32 to_tf32(float x) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
   return r;
 }
+DEVICE void mma_f16_k8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0));
+}
 template <class T> DEVICE void mma_k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   static_assert(is_same<T, f16> || is_same<T, bf16>, "mma_k16: 16-bit types");
-  if constexpr (is_same<T, f16>)
+  if constexpr (is_same<T, f16>) {
+#if __CUDA_ARCH__ < 800   // in two steps of k8, whose operands are halves of k16's
+    mma_f16_k8(d, a[0], a[1], b0);
+    mma_f16_k8(d, a[2], a[3], b1);
+#else
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
+#endif
+  } else
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -82,11 +93,5 @@ DEVICE void mma_tf32_k8(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       "%1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-DEVICE void mma_f16_k8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(b0));
 }
 #endif

@@ -1,0 +1,321 @@
+// fragments.cuh - what a warp holds of the products S and O, and what happens to it between the two.
+//
+// A warp owns row_blocks x 16 rows of the tile.  Its lane holds, of every 16 x 8 piece, rows lane / 4 and + 8,
+// columns 2 (lane % 4) and + 1: the D of mma.cuh.  So the four lanes of a quad share a row, and a lane meets
+// n_rows = 2 row_blocks rows; row r is in piece r / 2, upper or lower half r % 2.
+#pragma once
+#include "cp_async.cuh"
+#include "ldmatrix.cuh"
+#include "mask.cuh"
+#include "mma.cuh"
+#include "philox.cuh"
+#include "score.cuh"
+#include "softmax.cuh"
+#include "swizzled.cuh"
+
+constexpr int row_blocks = tile_q / (16 * n_warps);
+constexpr int n_rows = 2 * row_blocks;
+static_assert(row_blocks * 16 * n_warps == tile_q, "fragments: TILE_Q is n_warps times a multiple of 16");
+
+template <int n_cols> struct Fragment {
+  static constexpr int n = n_cols / 8;
+  float at[row_blocks][n][4];
+
+  DEVICE void clear() {
+#pragma unroll
+    for (int a = 0; a < row_blocks; ++a)
+#pragma unroll
+      for (int c = 0; c < n; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) at[a][c][e] = 0;
+  }
+  // Element e (0, 1) of piece c in row r.
+  DEVICE float& of_row(int r, int c, int e) { return at[r / 2][c][r % 2 * 2 + e]; }
+};
+
+// Row r of this lane in the tile; the first of its two columns in piece c.
+DEVICE int fragment_row(int warp, int lane, int r) {
+  return (warp * row_blocks + r / 2) * 16 + r % 2 * 8 + lane / 4;
+}
+DEVICE int fragment_col(int lane, int c) { return c * 8 + lane % 4 * 2; }
+
+// ---- tiles of 16-bit numbers.  chunk: 8 neighbouring numbers, 16 bytes, what ldmatrix reads at once.
+
+// Rows as they are: the 8 rows of a matrix start in the same bank when a row is a multiple of 128 bytes.
+template <int n_rows_, int n_cols> struct PlainTile {
+  static constexpr int rows = n_rows_, cols = n_cols;
+  Shared<elem, rows, cols> cells;
+  DEVICE Vec16<elem>& chunk(int row, int at) { return cells.template as<Vec16<elem>>(row, at * 8); }
+  DEVICE u32 address(int row, int at) { return cells.address(row, at * 8); }
+  // address(row, at + first) from address(row, first), `at` a multiple of 2, first 0 or 1.
+  DEVICE static u32 along(u32 address, int at) { return address + at * 16; }
+};
+
+// Chunk c of a row lies at chunk c xor key(row): 8 rows of one chunk fill all 32 banks.  Rows that are no
+// multiple of 128 bytes already start in different banks, so fewer bits are permuted, and from a later row on.
+template <int n_rows_, int n_cols> struct XorTile {
+  static constexpr int rows = n_rows_, cols = n_cols, chunks = cols / 8;
+  static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : 2;   // chunks that change places
+  Shared<elem, rows, cols> cells;
+  DEVICE static int key(int row) { return row / (8 / period) & (period - 1); }
+  DEVICE Vec16<elem>& chunk(int row, int at) { return cells.template as<Vec16<elem>>(row, (at ^ key(row)) * 8); }
+  DEVICE u32 address(int row, int at) { return cells.address(row, (at ^ key(row)) * 8); }
+  // As above, for a tile whose address is a multiple of 128: one xor with a constant.
+  DEVICE static u32 along(u32 address, int at) {
+    return (address ^ at % period * 16) + at / period * period * 16;
+  }
+};
+
+// tile[r][d] = source through registers.  All threads of the block; the caller synchronises.
+template <class Tile> DEVICE void load_tile(Tile& tile, const void* data, const TileSource& source, int thread) {
+  constexpr int chunks = Tile::cols / 8, n = Tile::rows * chunks;
+  const Global<elem> from(const_cast<void*>(data));
+  const int first = opaque(thread);
+  if (source.by_vectors) {
+#pragma unroll 4
+    for (int at = first; at < n; at += n_threads) {
+      const int row = at / chunks, d = at % chunks * 8;
+      Vec16<elem> chunk = {};
+      if (row < source.rows && d < source.cols)
+        chunk = from.template load_as<Vec16<elem>>(source.base + row * source.stride + d);
+      tile.chunk(row, at % chunks) = chunk;
+    }
+  } else {
+#pragma unroll 1
+    for (int at = first; at < n; at += n_threads) {
+      const int row = at / chunks, d = at % chunks * 8;
+      const i64 index = source.base + row * source.stride + d;
+      Vec16<elem> chunk;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        chunk.item[e] = {};
+        if (row < source.rows && d + e < source.cols) chunk.item[e] = from.load(index + e);
+      }
+      tile.chunk(row, at % chunks) = chunk;
+    }
+  }
+}
+
+// tile[r][d] = source by cp.async, where chunks can be read whole; else through registers.  All threads of the
+// block; it is there after cp_async_wait and a block_sync.  The caller commits.
+template <class Tile> DEVICE void request_tile(Tile& tile, const void* data, const TileSource& source, int thread) {
+  if (!source.by_vectors) return load_tile(tile, data, source, thread);
+  // A thread stays in its column of chunks and goes down the rows: one addition of the stride per copy.
+  constexpr int chunks = Tile::cols / 8, step = n_threads / chunks;
+  const Global<elem> from(const_cast<void*>(data));
+  const int first = opaque(thread), chunk = first % chunks, row0 = first / chunks;
+  const bool is_column = row0 < step && chunk * 8 < source.cols;
+  i64 index = source.base + row0 * source.stride + chunk * 8;
+#pragma unroll
+  for (int down = 0; down < Tile::rows; down += step, index += step * source.stride) {
+    const int row = row0 + down;
+    const u32 n_bytes = is_column && row < source.rows ? 16 : 0;   // the rest of the chunk is filled with zeros
+    if (row0 < step && (Tile::rows % step == 0 || row < Tile::rows))
+      cp_async(tile.address(row, chunk), from.address(n_bytes ? index : source.base, n_bytes), n_bytes);
+  }
+}
+
+// ---- addresses of the operands of mma, for chunk 0: the lane's row and chunk.  Others lie `along` the row.
+
+// A: rows row0 .. + 16.  Registers of one ldmatrix_x4 are a[0..3] of a k16 step, which is 2 chunks.
+template <class Tile> DEVICE u32 address_of_A(Tile& tile, int row0, int lane) {
+  return tile.address(row0 + lane % 16, lane / 16);
+}
+// B of S = Q K^T, K as it lies: keys row0 .. + 16.  b0, b1 of keys + 0 .. 8, then of + 8 .. 16.
+template <class Tile> DEVICE u32 address_of_B(Tile& tile, int row0, int lane) {
+  return tile.address(row0 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+// B of O = P V by ldmatrix_x4_trans: keys row0 .. + 16 are k.  b0, b1 of columns + 0 .. 8, then of + 8 .. 16.
+template <class Tile> DEVICE u32 address_of_B_trans(Tile& tile, int row0, int lane) {
+  return tile.address(row0 + lane % 16, lane / 16);
+}
+
+// The k16 step of P's A operand that pieces 2k and 2k + 1 of S hold already.
+DEVICE void repack(u32 (&P)[4], const float (&low)[4], const float (&high)[4]) {
+  P[0] = pack<elem>(low[0], low[1]);
+  P[1] = pack<elem>(low[2], low[3]);
+  P[2] = pack<elem>(high[0], high[1]);
+  P[3] = pack<elem>(high[2], high[3]);
+}
+
+// ---- scores
+
+// What every score of the block shares.
+struct Rules {
+  Scoring scoring;
+  Masking masking;
+  Dropout dropout;
+  float late_scale;   // what is left to multiply when the softmax begins
+};
+
+// Nothing is added to a score: then scaling waits for the softmax, where it is part of a multiply-add.  (A
+// scale of 0 or less would turn the maximum round, so it does not wait.)
+constexpr bool scales_late = !has_softcap && !has_alibi && !has_bias;
+
+DEVICE Rules rules_of(const Args& args, const Sequence& seq, i64 h) {
+  Rules rules = {scoring_of(args, seq, h), masking_of(args, seq, h), {}, 1};
+  if constexpr (has_dropout) rules.dropout = dropout_of(args, seq.b, h);
+  if (scales_late && rules.scoring.scale_log2 > 0) rules.late_scale = rules.scoring.scale_log2;
+  return rules;
+}
+
+// S <- scores in base 2 up to late_scale, -inf where hidden.  i0, j0: of the warp's first row, of column 0.
+// tests: false where every element is known to be visible.
+template <bool tests, class Kept>
+DEVICE void modify_scores(const Args& args, const Sequence& seq, const Rules& rules, Fragment<tile_kv>& S,
+                          i32 i0, i32 j0, int lane, Kept is_kept) {
+  const bool is_late = scales_late && rules.scoring.scale_log2 > 0;
+  if (!tests && is_late) return;
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) {
+    const i32 i = i0 + fragment_row(0, lane, r);
+    Range keys = {0, 0};
+    if constexpr (tests) keys = visible_keys(args, seq, i);
+#pragma unroll
+    for (int c = 0; c < S.n; ++c)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const i32 j = j0 + fragment_col(lane, c) + e;
+        float& score = S.of_row(r, c, e);
+        if (tests && !(visible(args, rules.masking, keys, i, j) && is_kept(i, j))) score = NEG_INF;
+        else if (!is_late) score = score_log2(args, rules.scoring, score, i, j);
+      }
+  }
+}
+
+// ---- softmax
+
+// m: largest score so far, base 2; l: sum of the weights of this lane's columns.
+struct RowState {
+  float m[n_rows], l[n_rows];
+};
+
+DEVICE RowState no_keys_yet() {
+  RowState state;
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) state.m[r] = NEG_INF, state.l[r] = 0;
+  return state;
+}
+
+// S <- weights 2^(late_scale S - m) under the new maximum; shrink: what sums made before must be multiplied by.
+DEVICE void soften(Fragment<tile_kv>& S, RowState& state, float (&shrink)[n_rows], float late_scale) {
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) {
+    float top = S.of_row(r, 0, 0);
+#pragma unroll
+    for (int c = 0; c < S.n; ++c) top = largest(top, largest(S.of_row(r, c, 0), S.of_row(r, c, 1)));
+    const float m = largest(state.m[r], max_over_lanes<3>(top) * late_scale), reference = finite_max(m);
+    shrink[r] = rescaling(state.m[r], reference);
+    state.m[r] = m;
+    float l = state.l[r] * shrink[r];
+#pragma unroll
+    for (int c = 0; c < S.n; ++c)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& weight = S.of_row(r, c, e);
+        weight = exp2_approx(weight * late_scale - reference);
+        l += weight;
+      }
+    state.l[r] = l;
+  }
+}
+
+template <int n_cols> DEVICE void rescale(Fragment<n_cols>& O, const float (&shrink)[n_rows]) {
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r)
+#pragma unroll
+    for (int c = 0; c < O.n; ++c) O.of_row(r, c, 0) *= shrink[r], O.of_row(r, c, 1) *= shrink[r];
+}
+
+// Drop weights.  Philox gives 4 neighbouring keys at once and a lane holds 2 of them, in two rows: lanes 2n
+// and 2n + 1 ask for one row each and tell the other.
+DEVICE void drop(const Dropout& dropout, Fragment<tile_kv>& S, i32 i0, i32 j0, int lane) {
+  const int odd = lane % 2;
+#pragma unroll
+  for (int a = 0; a < row_blocks; ++a)
+#pragma unroll
+    for (int c = 0; c < S.n; ++c) {
+      const i32 i = i0 + fragment_row(0, lane, 2 * a) + 8 * odd;
+      const u32 mine = dropout_keeps_4(dropout, i, j0 + c * 8 + lane % 4 / 2 * 4), others = shfl_xor(mine, 1);
+      const u32 upper = (odd ? others : mine) >> 2 * odd, lower = (odd ? mine : others) >> 2 * odd;
+      float (&weights)[4] = S.at[a][c];
+      if (!(upper & 1)) weights[0] = 0;
+      if (!(upper & 2)) weights[1] = 0;
+      if (!(lower & 1)) weights[2] = 0;
+      if (!(lower & 2)) weights[3] = 0;
+    }
+}
+
+// ---- the end
+
+// O <- O / l, lse stored.  i0: of the warp's first row.
+template <int n_cols> DEVICE void finish(const Args& args, const Sequence& seq, i64 h, Fragment<n_cols>& O,
+                                         const RowState& state, i32 i0, int lane) {
+  const acc sink_log2 = sink_of(args, h), dropout_scale = static_cast<acc>(args.dropout_scale);
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) {
+    const i32 i = i0 + fragment_row(0, lane, r);
+    RowEnd end = finish_row(state.m[r], sum_over_lanes<3>(state.l[r]), sink_log2, dropout_scale);
+    if (i >= seq.len_q) end = {0, NEG_INF};   // a row beyond its length does not exist: no sink either
+#pragma unroll
+    for (int c = 0; c < O.n; ++c)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)   // an empty row is 0 even where V is NaN
+        O.of_row(r, c, e) = end.factor == 0 ? 0.f : O.of_row(r, c, e) * end.factor;
+    if (i < seq.rows_q && lane % 4 == 0)
+      Global<acc>(args.lse.data).store(index_of(args.lse, seq.array_b, h, seq.q_row0 + i), end.lse);
+  }
+}
+
+// x[n] of lane t of a quad <- x[t] of lane n.
+DEVICE void transpose_quad(u32 (&x)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      if (!(n & step)) {
+        const bool upper = lane & step;
+        const u32 got = shfl_xor(upper ? x[n] : x[n + step], step);
+        (upper ? x[n] : x[n + step]) = got;
+      }
+}
+
+// target = O, rows of the block's tile.  row0: the warp's first.
+template <int n_cols>
+DEVICE void store_fragment(Fragment<n_cols>& O, void* data, const TileSource& target, int row0, int lane) {
+  const Global<out_elem> to(data);
+  constexpr bool is_16_bit = sizeof(out_elem) == 2;
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) {
+    const int row = row0 + fragment_row(0, lane, r);
+    const i64 index = target.base + row * target.stride;
+    if constexpr (is_16_bit && n_cols % 32 == 0) {
+      if (target.by_vectors) {   // 4 pieces: a lane gets the 8 columns of one and stores 16 bytes
+#pragma unroll
+        for (int c = 0; c < O.n; c += 4) {
+          u32 chunk[4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+            chunk[n] = pack<out_elem>(O.of_row(r, c + n, 0), O.of_row(r, c + n, 1));
+          transpose_quad(chunk, lane);
+          const int d = (c + lane % 4) * 8;
+          if (row < target.rows && d < target.cols)
+            to.store_as(index + d, Pack<u32, 4>{{chunk[0], chunk[1], chunk[2], chunk[3]}});
+        }
+        continue;
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < O.n; ++c) {
+      const int d = fragment_col(lane, c);
+      const Pack<out_elem, 2> pair = {{convert<out_elem>(O.of_row(r, c, 0)), convert<out_elem>(O.of_row(r, c, 1))}};
+      if (row >= target.rows) continue;
+      if (target.by_vectors && d < target.cols) {
+        to.store_as(index + d, pair);
+      } else {
+        if (d < target.cols) to.store(index + d, pair.item[0]);
+        if (d + 1 < target.cols) to.store(index + d + 1, pair.item[1]);
+      }
+    }
+  }
+}

@@ -1,0 +1,152 @@
+"""fwd_03_mma, fwd_04_swizzle and fwd_05_pipeline: results and traffic on a CPU, registers without a GPU."""
+
+import numpy as np
+import pytest
+from close import Judge
+from problems import Build, Call
+from test_forward_kernels import draw, modelled, moved
+
+import cuflash
+from cuflash import checks, emulator
+from cuflash.cases import cases
+
+ROWS = ("fwd_03_mma", "fwd_04_swizzle", "fwd_05_pipeline")
+QUICK = {case.name: case for case in cases(quick=True)}
+ALL = {case.name: case for case in cases()}
+# (batch, len_q, len_k, heads, heads_k, head_dim, head_dim_v), options
+TRAFFIC = {
+    "grouped": ((2, 70, 93, 4, 2, 64, 64), {}),
+    "causal": ((1, 130, 150, 2, 1, 128, 128), {"causal": True}),
+    "few keys": ((1, 193, 70, 2, 2, 40, 200), {"causal": True, "query_offset": 5, "out_dtype": "float32"}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_cases(row, name):
+    for dtype in ("float16", "bfloat16") if row == "fwd_05_pipeline" else ("float16",):
+        line = checks.one(row, "forward", checks.Expected(QUICK[name], dtype), np)
+        may_refuse = row != "fwd_05_pipeline"
+        assert line.status == "passed" or (may_refuse and line.status == "refused"), line.message
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ALL)
+def test_all_cases(name, dtype):
+    expected = checks.Expected(ALL[name], dtype)
+    for row in ROWS:
+        for seed in range(3):
+            with emulator.options(seed=seed):
+                line = checks.one(row, "forward", expected, np)
+            assert line.status != "failed", f"seed {seed}: {line.message}"
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_thread_orders_give_the_same_bits(row):
+    arrays = draw((1, 150, 93, 2, 1, 64, 64), "bfloat16")
+    first = cuflash.attention(*arrays, causal=True, kernel=row, out_dtype="float32")
+    for seed in (1, 2, 3):
+        with emulator.options(seed=seed):
+            again = cuflash.attention(*arrays, causal=True, kernel=row, out_dtype="float32")
+        assert np.array_equal(first, again) and np.isfinite(first).all()
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize("row", ROWS)
+def test_traffic_is_what_the_row_says(row, name):
+    shape, options = TRAFFIC[name]
+    arrays = draw(shape, "bfloat16")
+    expected = modelled(row, arrays, **options)
+    assert expected["k"][0] > 0 and moved(row, arrays, **options) == expected
+
+
+def test_traffic_with_options():
+    random = np.random.default_rng(1)
+    arrays = draw((1, 150, 130, 2, 2, 64, 64), "float16")
+    for options in (
+        {"window": (20, 10)},
+        {"bias": random.standard_normal((2, 150, 130)).astype(np.float16), "causal": True},
+        {"mask": random.random((150, 130)) < 0.5},
+        {"alibi_slopes": np.ones(2, np.float32), "sink": np.ones(2, np.float32)},
+    ):
+        assert moved("fwd_05_pipeline", arrays, **options) == modelled("fwd_05_pipeline", arrays, **options)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_cannot_be_read_16_bytes_at_a_time_is_read_in_place(row):
+    """Odd strides and addresses: the same bits as from arrays that lie well, and no copies."""
+    wide = [np.zeros((*x.shape[:-1], 41), x.dtype) for x in draw((1, 70, 90, 2, 1, 40, 40), "float16")]
+    wide = [x + np.random.default_rng(n).standard_normal(x.shape).astype(x.dtype) for n, x in enumerate(wide)]
+    views = [x[..., 1:] for x in wide]
+    assert all(view.strides[1] % 16 for view in views)
+    assert cuflash.explain(*views, kernel=row).copies == ()
+    found = cuflash.attention(*views, kernel=row, causal=True)
+    assert np.array_equal(found, cuflash.attention(*map(np.ascontiguousarray, views), kernel=row, causal=True))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 40.0])
+def test_scales_of_any_sign_and_size(scale):
+    """A scale above 0 waits for the softmax's multiply-add, the others do not: the maximum would turn round."""
+    arrays = draw((1, 70, 100, 1, 1, 32, 32), "bfloat16")
+    options = {"causal": True, "scale": scale}
+    judge = Judge(Call(*arrays, dout=arrays[0], dlse=None, options=options, build=Build(dtype="bfloat16")))
+    judge.forward(*cuflash.attention(*arrays, kernel="fwd_05_pipeline", return_lse=True, **options))
+
+
+@pytest.mark.parametrize("block", [(128, 64), (32, 16), (100, 48), (1, 1)])
+def test_hidden_blocks_are_not_read(block):
+    """K rows that are read = rows of the key tiles that hold a kept block, per query tile."""
+    len_q, len_k = 260, 700
+    arrays = draw((1, len_q, len_k, 1, 1, 64, 64), "float16")
+    tile = cuflash.explain(*arrays, kernel="fwd_05_pipeline").tile
+    kept = np.zeros((-(-len_q // block[0]), -(-len_k // block[1])), bool)
+    kept[:, :: max(1, 128 // block[1])] = np.arange(len(kept))[:, None] * block[0] < tile.tile_q
+    kept[-1, -1] = True
+    mask = cuflash.BlockMask.from_dense(kept, *block)
+    elements = np.repeat(np.repeat(kept, block[0], 0), block[1], 1)[:len_q, :len_k]
+    expected = 0
+    for i0 in range(0, len_q, tile.tile_q):
+        for j0 in range(0, len_k, tile.tile_kv):
+            part = elements[i0 : i0 + tile.tile_q, j0 : j0 + tile.tile_kv]
+            expected += part.any() * part.shape[1]
+    assert moved("fwd_05_pipeline", arrays, block_mask=mask)["k"] == (expected * 64 * 2, 0)
+    found = cuflash.attention(*arrays, block_mask=mask, kernel="fwd_05_pipeline", out_dtype="float32")
+    wide = [x.astype(np.float32) for x in arrays]
+    np.testing.assert_allclose(found, cuflash.reference.attention(*wide, mask=elements), atol=2e-3)
+
+
+def test_packed_sequences_of_every_length():
+    """Empty, single-row, exact and ragged sequences, bit for bit as alone; rows past the last one are zero."""
+    lengths_q, lengths_k = [0, 1, 128, 5, 0, 129, 1], [3, 0, 64, 70, 0, 1, 65]
+    cu_q, cu_k = (np.concatenate([[0], np.cumsum(n)]) for n in (lengths_q, lengths_k))
+    q, k, v = (array[0] for array in draw((1, cu_q[-1] + 7, cu_k[-1] + 3, 2, 1, 32, 32), "bfloat16"))
+    q[cu_q[-1] :], k[cu_k[-1] :], v[cu_k[-1] :] = np.nan, np.nan, np.nan
+    options = {"causal": True, "kernel": "fwd_05_pipeline", "return_lse": True}
+    out, lse = cuflash.attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    assert not out[cu_q[-1] :].any() and np.isneginf(lse[:, cu_q[-1] :]).all()
+    for b in range(len(lengths_q)):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        alone = cuflash.attention(q[None, rows], k[None, keys], v[None, keys], **options)
+        assert np.array_equal(out[rows], alone[0][0]) and np.array_equal(lse[:, rows], alone[1][0])
+
+
+def resources(row, arch, head_dim, dtype="bfloat16"):
+    q = cuflash.spec((1, 256, 4, head_dim), dtype)
+    found = cuflash.explain(q, q, q, causal=True, device=arch, kernel=row)
+    return found, found.resources[row]
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", pytest.param("sm_86", marks=pytest.mark.full)])
+def test_tiles_of_the_pipeline_do_not_spill(arch, head_dim):
+    found, used = resources("fwd_05_pipeline", arch, head_dim)
+    assert used.spill_stores + used.spill_loads == 0, found.tile
+
+
+def test_sm_75_takes_float16_and_says_so_of_bfloat16():
+    for head_dim, spills in ((64, 0), (128, 0), (256, 500)):  # what the header says
+        found, used = resources("fwd_03_mma", "sm_75", head_dim, "float16")
+        assert used.spill_stores + used.spill_loads <= spills and found.smem_bytes <= 64 * 1024
+    with pytest.raises(cuflash.CuflashError, match="needs sm_80 for bfloat16, this device is sm_75"):
+        resources("fwd_03_mma", "sm_75", 64)
