@@ -34,9 +34,9 @@ struct SmemRows {
 };
 
 // Entries along an axis.  Rows and columns say themselves whether they are broadcast: an empty array may have
-// any strides.  A broadcast batch or head axis has stride 0.
+// any strides.  A broadcast batch or head axis has stride 0, even when there are no sequences or no heads.
 DEVICE i64 entries(i64 n) { return n == 1ll << 62 ? 1 : n; }
-DEVICE i64 entries(i64 stride, i64 n) { return stride == 0 && n > 0 ? 1 : n; }
+DEVICE i64 entries(i64 stride, i64 n) { return stride == 0 ? 1 : n; }
 
 KERNEL(n_threads, 1) pass_dbias__zero(const __grid_constant__ Args args) {
   const i64 rows = entries(args.dbias.rows), cols = entries(args.dbias.cols);
@@ -162,7 +162,7 @@ KERNEL(n_threads, 1) pass_dbias(const __grid_constant__ Args args) {
               entry = blockIdx.x / col_tiles / row_tiles;
     const i32 j0 = static_cast<i32>(blockIdx.x % col_tiles) * tile,
               i0 = static_cast<i32>(blockIdx.x / col_tiles % row_tiles) * tile;
-    const i64 b_entry = entry / n_heads, h_entry = entry % n_heads, group = args.heads / args.heads_k;
+    const i64 b_entry = entry / n_heads, h_entry = entry % n_heads;
     const bool sums_batch = args.dbias.batch == 0, sums_heads = args.dbias.head == 0;
     const OfScores part(thread);
     acc sums[OfScores::rows][OfScores::cols];
@@ -186,8 +186,8 @@ KERNEL(n_threads, 1) pass_dbias(const __grid_constant__ Args args) {
         acc S[OfScores::rows][OfScores::cols], dP[OfScores::rows][OfScores::cols];
         clear(S);
         clear(dP);
-        score_products<n_threads>(args, smem.operands, part, S, dP, seq, h, h / group, i0, j0, 0, true, true,
-                                  thread);
+        const i64 h_k = h / (args.heads / args.heads_k);
+        score_products<n_threads>(args, smem.operands, part, S, dP, seq, h, h_k, i0, j0, 0, true, true, thread);
         const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile, j0, j0 + tile);
         tile_gradient(
             args, smem.operands, part, S, dP, seq, rules, i0, j0, full,

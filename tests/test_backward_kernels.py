@@ -128,6 +128,17 @@ def test_dbias_of_every_broadcast_shape(shape):
     assert got.shape == shape and np.abs(got - exact).max() < 2e-5 * max(1, np.abs(exact).max())
 
 
+@pytest.mark.parametrize("sizes", [(0, 2, 9, 5), (2, 0, 9, 5), (2, 2, 0, 5), (2, 2, 9, 0)])
+def test_dbias_of_empty_calls(sizes):
+    batch, heads, len_q, len_k = sizes
+    q, k = np.ones((batch, len_q, heads, 8), np.float32), np.ones((batch, len_k, heads, 8), np.float32)
+    lse = np.full((batch, heads, len_q), -np.inf, np.float32)
+    for kept in np.ndindex(2, 2, 2, 2):
+        bias = np.zeros([n if keep else 1 for n, keep in zip(sizes, kept, strict=True)], np.float32)
+        gradients = cuflash.attention_backward(q, q, k, k, q * 0, lse, bias=bias, kernel="bwd_02_tiled")
+        assert gradients.dbias.shape == bias.shape and not gradients.dbias.any()
+
+
 def test_hidden_blocks_are_not_read():
     """Time of a block mask falls with the blocks kept: Q is read for kept blocks alone."""
     arrays = draw((1, 256, 256, 1, 1, 64, 64), "float32", {})
