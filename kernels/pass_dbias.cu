@@ -187,7 +187,8 @@ KERNEL(n_threads, 1) pass_dbias(const __grid_constant__ Args args) {
         clear(S);
         clear(dP);
         const i64 h_k = h / (args.heads / args.heads_k);
-        score_products<n_threads>(args, smem.operands, part, S, dP, seq, h, h_k, i0, j0, 0, true, true, thread);
+        score_products<n_threads>(args, smem.operands, part, S, dP, seq, h, h_k, i0, j0, 0, true, true,
+                                  thread);
         const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile, j0, j0 + tile);
         tile_gradient(
             args, smem.operands, part, S, dP, seq, rules, i0, j0, full,
