@@ -345,7 +345,10 @@ def params_of(problem: Problem, row: Row, tile: Tile) -> Params:
         "SPLIT": 0,
         "PRECISION": 1 if problem.precision == "tf32" else 0,
     }
-    return params | dict(row.options)
+    params |= dict(row.options)
+    if row.splits is not None:
+        params["SPLIT"] = row.splits(problem, params)
+    return params
 
 
 def _length_slots(problem: Problem) -> tuple[Slot, ...]:

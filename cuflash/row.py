@@ -194,7 +194,8 @@ class Row:
     # what the strides (last axis apart) and addresses of q, k, v, out, dout must be multiples of
     stride_bytes: int = 1
     flops_per_clock: int = 0  # of one SM, for rows on tensor cores; 0: the device's plain arithmetic
-    options: tuple[tuple[str, int], ...] = ()  # parameters this row sets itself: ("SPLIT", 1)
+    options: tuple[tuple[str, int], ...] = ()  # parameters this row sets itself
+    splits: Callable[[Problem, Params], int] | None = None  # SPLIT: among how many blocks keys are shared
 
     def tile_of(self, problem: Problem, params_of: ParamsOf, shared_bytes: int) -> tuple[Tile, Params] | None:
         """The first tile that takes the problem in this much shared memory, with its parameters."""

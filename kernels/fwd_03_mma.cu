@@ -1,4 +1,4 @@
-// fwd_03_mma.cu - attention forward: both products on tensor cores, P repacked where S lay.   sm_80 and later; sm_75 in float16
+// fwd_03_mma.cu - attention forward: both products on tensor cores.   sm_80; sm_75 in float16
 //
 // Read after   fwd_02_tiled.cu          Read next   fwd_04_swizzle.cu
 // Changes      16-bit tiles as they are; S = Q K^T and O += P V by mma.sync.  The registers in which S comes
@@ -15,8 +15,8 @@
 // Tile         TILE_Q x TILE_KV x HEAD_DIM; a warp owns TILE_Q / n_warps rows, a quad of lanes shares a row
 // Shared       in 16 bits: Q [TILE_Q, HEAD_DIM] | K [TILE_KV, HEAD_DIM] | V [TILE_KV, HEAD_DIM_V], padded
 //              with zeros beyond head_dim
-// Registers    per thread, of 16 rows a warp: S TILE_KV / 2 and O HEAD_DIM_V / 2 floats.  No spills, except on
-//              sm_75 at 256: up to 500 B
+// Registers    per thread, of 16 rows a warp: S TILE_KV / 2 and O HEAD_DIM_V / 2 floats.  No spills,
+//              except on sm_75 at 256: up to 500 B
 // Bytes        per block: Q once, K and V of its key range, O once
 // Barriers     2 block_sync a key tile: "everyone has used K and V", "K and V are there"
 // Limiter      bank conflicts: the 8 rows that ldmatrix reads at once start in one bank, so it takes 8 turns
@@ -49,15 +49,12 @@ KERNEL(n_threads, 1) fwd_03_mma(const __grid_constant__ Args args) {
   RowState state = no_keys_yet();
 
   if (keys.begin < keys.end)
-    load_tile(smem.Q, args.Q.data,
-              tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, i1, 0, args.head_dim), thread);
+    load_tile(smem.Q, args.Q.data, source_of_Q(args, own, i1), thread);
 #pragma unroll 1
   for (i32 j0 = keys.begin / tile_kv * tile_kv; j0 < keys.end; j0 += tile_kv) {
     block_sync();   // everyone has used K and V of the tile before: they may be overwritten
-    load_tile(smem.K, args.K.data,
-              tile_source(args.K, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, 0, args.head_dim), thread);
-    load_tile(smem.V, args.V.data,
-              tile_source(args.V, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, 0, args.head_dim_v), thread);
+    load_tile(smem.K, args.K.data, source_of_K(args, own, j0, keys.end), thread);
+    load_tile(smem.V, args.V.data, source_of_V(args, own, j0, keys.end), thread);
     block_sync();   // Q, K and V are there
 
     Fragment<tile_kv> S;
@@ -106,8 +103,7 @@ KERNEL(n_threads, 1) fwd_03_mma(const __grid_constant__ Args args) {
     }
   }
 
-  finish(args, seq, own.h, O, state, i0 + warp_row, lane);
-  store_fragment(O, args.O.data,
-                 tile_source(args.O, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, 0, args.head_dim_v), warp_row,
-                 lane);
+  const Results results = results_of(args, own);
+  finish(args, own, results, O, state, i0 + warp_row, lane);
+  store_fragment<out_elem>(O, results.O, results.O_rows, warp_row, lane);
 }

@@ -1,11 +1,11 @@
-// fwd_04_swizzle.cu - attention forward on tensor cores, tiles in shared memory without bank conflicts.   sm_80 and later
+// fwd_04_swizzle.cu - attention forward on tensor cores without bank conflicts.   sm_80 and later
 //
 // Read after   fwd_03_mma.cu          Read next   fwd_05_pipeline.cu
 // Changes      chunk c of row r lies at chunk c xor (r % 8): XorTile for PlainTile, nothing else
 //
-// Why          ldmatrix reads 16 bytes of 8 neighbouring rows at once.  A row of 64 numbers is 128 bytes, all 32
-//              banks, so the 8 pieces lie in the same 4 banks and come one after the other.  With the xor they
-//              lie in 8 different fourths.  Writers and readers permute alike; nobody else notices.
+// Why          ldmatrix reads 16 bytes of 8 neighbouring rows at once.  A row of 64 numbers is 128 bytes, all
+//              32 banks, so the 8 pieces lie in the same 4 banks and come one after the other.  With the xor
+//              each has 4 banks of its own.  Writers and readers permute alike; nobody else notices.
 //              Rows of 96 or 32 numbers start in 2 different places already: 4 chunks change places, every
 //              second row.  An address along a row costs one xor with a constant, as a tile starts at a
 //              multiple of 128 bytes.
@@ -46,15 +46,12 @@ KERNEL(n_threads, 1) fwd_04_swizzle(const __grid_constant__ Args args) {
   RowState state = no_keys_yet();
 
   if (keys.begin < keys.end)
-    load_tile(smem.Q, args.Q.data,
-              tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, i1, 0, args.head_dim), thread);
+    load_tile(smem.Q, args.Q.data, source_of_Q(args, own, i1), thread);
 #pragma unroll 1
   for (i32 j0 = keys.begin / tile_kv * tile_kv; j0 < keys.end; j0 += tile_kv) {
     block_sync();   // everyone has used K and V of the tile before: they may be overwritten
-    load_tile(smem.K, args.K.data,
-              tile_source(args.K, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, 0, args.head_dim), thread);
-    load_tile(smem.V, args.V.data,
-              tile_source(args.V, seq.array_b, seq.k_row0, own.h_k, j0, keys.end, 0, args.head_dim_v), thread);
+    load_tile(smem.K, args.K.data, source_of_K(args, own, j0, keys.end), thread);
+    load_tile(smem.V, args.V.data, source_of_V(args, own, j0, keys.end), thread);
     block_sync();   // Q, K and V are there
 
     Fragment<tile_kv> S;
@@ -103,8 +100,7 @@ KERNEL(n_threads, 1) fwd_04_swizzle(const __grid_constant__ Args args) {
     }
   }
 
-  finish(args, seq, own.h, O, state, i0 + warp_row, lane);
-  store_fragment(O, args.O.data,
-                 tile_source(args.O, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, 0, args.head_dim_v), warp_row,
-                 lane);
+  const Results results = results_of(args, own);
+  finish(args, own, results, O, state, i0 + warp_row, lane);
+  store_fragment<out_elem>(O, results.O, results.O_rows, warp_row, lane);
 }

@@ -1,8 +1,8 @@
-// fwd_05_pipeline.cu - attention forward on tensor cores, K and V double-buffered by cp.async.   sm_80 and later
+// fwd_05_pipeline.cu - attention forward on tensor cores, K and V double-buffered.   sm_80 and later
 //
 // Read after   fwd_04_swizzle.cu          Read next   fwd_06_wgmma.cu
-// Changes      K and V have two stages: tile j + 1 is asked for before tile j is used, and one barrier a tile is
-//              left.  Every option of the contract
+// Changes      K and V have two stages: tile j + 1 is asked for before tile j is used, and one barrier a tile
+//              is left.  Every option of the contract
 //
 // Algorithm    = tiled.forward.   One block: TILE_Q rows of one (batch, head); 16 of them are one mma's.
 //                ask for Q and the first K, V
@@ -13,7 +13,9 @@
 //                  m, l, O <- rescale    scale is part of the exponent's multiply-add where nothing is added
 //                  O += P V              P = S packed to 16 bits; V is transposed by ldmatrix
 //                O / l -> O_gmem      m + log l -> lse
-// Grid         x: head + heads * slot, slot: positions.cuh, heaviest tiles first
+// Grid         x: split + n_splits * (head + heads * slot), slot: positions.cuh, heaviest tiles first.
+//              Where query tiles are too few to fill the GPU, blocks share the keys of a tile: each writes a
+//              part, and pass_merge puts them together
 // Tile         TILE_Q x TILE_KV x HEAD_DIM; a warp owns TILE_Q / n_warps rows, a quad of lanes shares a row
 // Shared       in 16 bits, permuted: Q [TILE_Q, HEAD_DIM] | K [2][TILE_KV, HEAD_DIM] |
 //              V [2][TILE_KV, HEAD_DIM_V]; behind them the kept blocks, where elements ask for them
@@ -40,11 +42,13 @@ KERNEL(n_threads, 1) fwd_05_pipeline(const __grid_constant__ Args args) {
   SHARED_MEMORY(Smem, smem);
   const int thread = threadIdx.x, lane = thread % 32;
   const int warp_row = thread / 32 * row_blocks * 16;   // of the warp's first row in the tile
-  const QueryTile own = query_tile_of(args, blockIdx.x, tile_q);
+  const i64 n_shares = is_split ? n_splits : 1, split = blockIdx.x % n_shares;
+  const QueryTile own = query_tile_of(args, blockIdx.x / n_shares, tile_q);
   if (!own.exists) return;
   const Sequence& seq = own.seq;
   const i32 i0 = own.i0, i1 = smallest(i0 + tile_q, seq.len_q);
-  const Range keys = i0 < i1 ? visible_keys(args, seq, i0, i1 - 1) : Range{0, 0};
+  Range keys = i0 < i1 ? visible_keys(args, seq, i0, i1 - 1) : Range{0, 0};
+  if constexpr (is_split) keys = share_of(keys, split);
   const Rules rules = rules_of(args, seq, own.h);
   Walk walk(args.blocks, seq.b, own.h, i0, i1, keys.begin, lane);
   const auto next_tile = [&](i32 j) {
@@ -52,10 +56,8 @@ KERNEL(n_threads, 1) fwd_05_pipeline(const __grid_constant__ Args args) {
     return j;
   };
   const auto request_KV = [&](i32 j, int stage) {
-    request_tile(smem.K[stage], args.K.data,
-                 tile_source(args.K, seq.array_b, seq.k_row0, own.h_k, j, keys.end, 0, args.head_dim), thread);
-    request_tile(smem.V[stage], args.V.data,
-                 tile_source(args.V, seq.array_b, seq.k_row0, own.h_k, j, keys.end, 0, args.head_dim_v), thread);
+    request_tile(smem.K[stage], args.K.data, source_of_K(args, own, j, keys.end), thread);
+    request_tile(smem.V[stage], args.V.data, source_of_V(args, own, j, keys.end), thread);
     if (thread < 32) smem.fill_blocks(walk, j, lane, stage);
     cp_async_commit();
   };
@@ -67,14 +69,13 @@ KERNEL(n_threads, 1) fwd_05_pipeline(const __grid_constant__ Args args) {
   i32 j0 = next_tile(keys.begin / tile_kv * tile_kv);
   int stage = 0;
   if (j0 < keys.end) {
-    request_tile(smem.Q, args.Q.data,
-                 tile_source(args.Q, seq.array_b, seq.q_row0, own.h, i0, i1, 0, args.head_dim), thread);
+    request_tile(smem.Q, args.Q.data, source_of_Q(args, own, i1), thread);
     request_KV(j0, stage);
   }
 #pragma unroll 1
   while (j0 < keys.end) {
     cp_async_wait<0>();
-    block_sync();   // tile j0 is there (and Q); everyone has used the one before: its stage may be overwritten
+    block_sync();   // tile j0 (and Q) is there; everyone has used the one before: its stage may be refilled
     const i32 j_next = next_tile(j0 + tile_kv);
     if (j_next < keys.end) request_KV(j_next, stage ^ 1);
 
@@ -128,8 +129,8 @@ KERNEL(n_threads, 1) fwd_05_pipeline(const __grid_constant__ Args args) {
     stage ^= 1;
   }
 
-  finish(args, seq, own.h, O, state, i0 + warp_row, lane);
-  store_fragment(O, args.O.data,
-                 tile_source(args.O, seq.array_b, seq.q_row0, own.h, i0, seq.rows_q, 0, args.head_dim_v), warp_row,
-                 lane);
+  const Results results = is_split ? part_of(args, own, split) : results_of(args, own);
+  finish(args, own, results, O, state, i0 + warp_row, lane);
+  if constexpr (is_split) store_fragment<acc>(O, results.O, results.O_rows, warp_row, lane);
+  else store_fragment<out_elem>(O, results.O, results.O_rows, warp_row, lane);
 }

@@ -150,3 +150,27 @@ def test_sm_75_takes_float16_and_says_so_of_bfloat16():
         assert used.spill_stores + used.spill_loads <= spills and found.smem_bytes <= 64 * 1024
     with pytest.raises(cuflash.CuflashError, match="needs sm_80 for bfloat16, this device is sm_75"):
         resources("fwd_03_mma", "sm_75", 64)
+
+
+SHARED_KEYS = {
+    "decode": ((2, 1, 1100, 4, 2, 64, 64), {}),
+    "causal": ((1, 70, 1300, 2, 1, 64, 40), {"causal": True}),
+    "window": ((1, 9, 2100, 1, 1, 32, 32), {"window": (1500, 0), "query_offset": 1900}),
+    "nothing seen": ((2, 6, 1100, 1, 1, 32, 32), {"key_lengths": [0, 1050]}),
+    "all else": ((1, 20, 1100, 2, 1, 64, 64), {"dropout": (0.2, 5), "softcap": 20.0, "out_dtype": "float32"}),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_KEYS)
+def test_blocks_share_keys_where_query_tiles_are_few(name):
+    shape, options = SHARED_KEYS[name]
+    arrays = draw(shape, "bfloat16")
+    random = np.random.default_rng(3)
+    options = dict(options, sink=random.standard_normal(shape[3]).astype(np.float32))
+    if name == "all else":
+        options["mask"] = random.random((shape[1], shape[2])) < 0.3
+        options["key_lengths"] = [700]
+    found = cuflash.explain(*arrays, kernel="fwd_05_pipeline", **options)
+    assert [launch.name for launch in found.launches] == ["fwd_05_pipeline", "pass_merge"]
+    judge = Judge(Call(*arrays, dout=arrays[0], dlse=None, options=options, build=Build(dtype="bfloat16")))
+    judge.forward(*cuflash.attention(*arrays, kernel="fwd_05_pipeline", return_lse=True, **options))

@@ -72,8 +72,8 @@ template <int own_tile, int walk_tile, int own_block, int walk_block> struct Blo
   }
 };
 
-// The kept blocks of one tile, or one per stage, as bits: a base of struct Smem, empty when no element is ever
-// asked.
+// The kept blocks of one tile, or one per stage, as bits: a base of struct Smem, empty when no element is
+// ever asked.
 template <class Walk, bool is_needed, int stages = 1> struct KeptBlocks {
   Shared<u32, stages * Walk::Shape::n_own, Walk::Shape::n_words> kept_blocks;
 

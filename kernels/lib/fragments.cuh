@@ -1,8 +1,8 @@
 // fragments.cuh - what a warp holds of the products S and O, and what happens to it between the two.
 //
-// A warp owns row_blocks x 16 rows of the tile.  Its lane holds, of every 16 x 8 piece, rows lane / 4 and + 8,
-// columns 2 (lane % 4) and + 1: the D of mma.cuh.  So the four lanes of a quad share a row, and a lane meets
-// n_rows = 2 row_blocks rows; row r is in piece r / 2, upper or lower half r % 2.
+// A warp owns row_blocks x 16 rows of the tile.  Its lane holds, of every 16 x 8 piece, rows lane / 4 and
+// + 8, columns 2 (lane % 4) and + 1: the D of mma.cuh.  So the four lanes of a quad share a row, and a lane
+// meets n_rows = 2 row_blocks rows; row r is in piece r / 2, upper or lower half r % 2.
 #pragma once
 #include "cp_async.cuh"
 #include "ldmatrix.cuh"
@@ -52,13 +52,15 @@ template <int n_rows_, int n_cols> struct PlainTile {
 };
 
 // Chunk c of a row lies at chunk c xor key(row): 8 rows of one chunk fill all 32 banks.  Rows that are no
-// multiple of 128 bytes already start in different banks, so fewer bits are permuted, and from a later row on.
+// multiple of 128 bytes start in different banks already: fewer chunks change places, every other row.
 template <int n_rows_, int n_cols> struct XorTile {
   static constexpr int rows = n_rows_, cols = n_cols, chunks = cols / 8;
   static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : 2;   // chunks that change places
   Shared<elem, rows, cols> cells;
   DEVICE static int key(int row) { return row / (8 / period) & (period - 1); }
-  DEVICE Vec16<elem>& chunk(int row, int at) { return cells.template as<Vec16<elem>>(row, (at ^ key(row)) * 8); }
+  DEVICE Vec16<elem>& chunk(int row, int at) {
+    return cells.template as<Vec16<elem>>(row, (at ^ key(row)) * 8);
+  }
   DEVICE u32 address(int row, int at) { return cells.address(row, (at ^ key(row)) * 8); }
   // As above, for a tile whose address is a multiple of 128: one xor with a constant.
   DEVICE static u32 along(u32 address, int at) {
@@ -67,7 +69,8 @@ template <int n_rows_, int n_cols> struct XorTile {
 };
 
 // tile[r][d] = source through registers.  All threads of the block; the caller synchronises.
-template <class Tile> DEVICE void load_tile(Tile& tile, const void* data, const TileSource& source, int thread) {
+template <class Tile>
+DEVICE void load_tile(Tile& tile, const void* data, const TileSource& source, int thread) {
   constexpr int chunks = Tile::cols / 8, n = Tile::rows * chunks;
   const Global<elem> from(const_cast<void*>(data));
   const int first = opaque(thread);
@@ -96,23 +99,41 @@ template <class Tile> DEVICE void load_tile(Tile& tile, const void* data, const 
   }
 }
 
-// tile[r][d] = source by cp.async, where chunks can be read whole; else through registers.  All threads of the
-// block; it is there after cp_async_wait and a block_sync.  The caller commits.
-template <class Tile> DEVICE void request_tile(Tile& tile, const void* data, const TileSource& source, int thread) {
+// tile[r][d] = source by cp.async, where chunks can be read whole; else through registers.  All threads of
+// the block; it is there after cp_async_wait and a block_sync.  The caller commits.
+//
+// Threads stand side by side on `across` chunks, as many as change places, and go down the rows in steps
+// that are whole periods of the permutation: every copy then lies at a constant distance from the first.
+template <class Tile>
+DEVICE void request_tile(Tile& tile, const void* data, const TileSource& source, int thread) {
   if (!source.by_vectors) return load_tile(tile, data, source, thread);
-  // A thread stays in its column of chunks and goes down the rows: one addition of the stride per copy.
-  constexpr int chunks = Tile::cols / 8, step = n_threads / chunks;
+  constexpr int chunks = Tile::cols / 8, across = Tile::period, step = n_threads / across;
+  static_assert(step % 8 == 0 && Tile::rows % 8 == 0, "request_tile: steps are whole periods of the key");
   const Global<elem> from(const_cast<void*>(data));
-  const int first = opaque(thread), chunk = first % chunks, row0 = first / chunks;
-  const bool is_column = row0 < step && chunk * 8 < source.cols;
-  i64 index = source.base + row0 * source.stride + chunk * 8;
+  const int row0 = opaque(thread) / across, chunk0 = thread % across;
+  const u32 target = tile.address(row0 < Tile::rows ? row0 : 0, chunk0);
+  const bool is_whole = source.rows >= Tile::rows && source.cols == Tile::cols;   // else zeros fill the rest
+  i64 index = source.base + row0 * source.stride + chunk0 * 8;
 #pragma unroll
-  for (int down = 0; down < Tile::rows; down += step, index += step * source.stride) {
-    const int row = row0 + down;
-    const u32 n_bytes = is_column && row < source.rows ? 16 : 0;   // the rest of the chunk is filled with zeros
-    if (row0 < step && (Tile::rows % step == 0 || row < Tile::rows))
-      cp_async(tile.address(row, chunk), from.address(n_bytes ? index : source.base, n_bytes), n_bytes);
-  }
+  for (int down = 0; down < Tile::rows; down += step, index += step * source.stride)
+#pragma unroll
+    for (int c = 0; c < chunks; c += across) {
+      const bool is_there = is_whole || (row0 + down < source.rows && (chunk0 + c) * 8 < source.cols);
+      const u32 n_bytes = is_there ? 16 : 0;
+      if (Tile::rows % step == 0 || row0 + down < Tile::rows)
+        cp_async(target + (down * chunks + c) * 16, from.address(index + c * 8, n_bytes), n_bytes);
+    }
+}
+
+// Where the rows lie that a block reads and writes.  i1, end: the first row of Q and of K, V not to be read.
+DEVICE TileSource source_of_Q(const Args& args, const QueryTile& own, i32 i1) {
+  return tile_source(args.Q, own.seq.array_b, own.seq.q_row0, own.h, own.i0, i1, 0, args.head_dim);
+}
+DEVICE TileSource source_of_K(const Args& args, const QueryTile& own, i32 j0, i32 end) {
+  return tile_source(args.K, own.seq.array_b, own.seq.k_row0, own.h_k, j0, end, 0, args.head_dim);
+}
+DEVICE TileSource source_of_V(const Args& args, const QueryTile& own, i32 j0, i32 end) {
+  return tile_source(args.V, own.seq.array_b, own.seq.k_row0, own.h_k, j0, end, 0, args.head_dim_v);
 }
 
 // ---- addresses of the operands of mma, for chunk 0: the lane's row and chunk.  Others lie `along` the row.
@@ -197,7 +218,8 @@ DEVICE RowState no_keys_yet() {
   return state;
 }
 
-// S <- weights 2^(late_scale S - m) under the new maximum; shrink: what sums made before must be multiplied by.
+// S <- weights 2^(late_scale S - m) under the new maximum; shrink: what sums made before must be multiplied
+// by.
 DEVICE void soften(Fragment<tile_kv>& S, RowState& state, float (&shrink)[n_rows], float late_scale) {
 #pragma unroll
   for (int r = 0; r < n_rows; ++r) {
@@ -248,10 +270,48 @@ DEVICE void drop(const Dropout& dropout, Fragment<tile_kv>& S, i32 i0, i32 j0, i
 
 // ---- the end
 
+// Where a block's results go.  lse of row i lies at index_of(lse, .., q_row0 + i) + lse0.
+struct Results {
+  void* O;
+  TileSource O_rows;
+  PerRow lse;
+  i64 lse0;
+  bool takes_sink;   // of the blocks that share the keys of a tile, the first
+};
+
+DEVICE Results results_of(const Args& args, const QueryTile& own) {
+  const Sequence& seq = own.seq;
+  const TileSource O_rows =
+      tile_source(args.O, seq.array_b, seq.q_row0, own.h, own.i0, seq.rows_q, 0, args.head_dim_v);
+  return {args.O.data, O_rows, args.lse, 0, true};
+}
+// A part over some of the keys, for pass_merge.  workspace[0]: acc [n_splits, batch, len_q, heads,
+// head_dim_v], workspace[1]: acc [n_splits, batch, heads, len_q].
+// workspace[1]: acc [n_splits, batch, heads, len_q].
+DEVICE Results part_of(const Args& args, const QueryTile& own, i64 split) {
+  const i64 dim = args.head_dim_v, row = args.heads * dim;
+  const Tensor O = {args.workspace[0], args.len_q * row, row, dim, dim % 4 == 0 ? 16 : 0};
+  const PerRow lse = {args.workspace[1], args.heads * args.len_q, args.len_q, 1};
+  const TileSource O_rows =
+      tile_source(O, split * args.batch + own.seq.array_b, 0, own.h, own.i0, own.seq.rows_q, 0, dim);
+  return {O.data, O_rows, lse, split * args.batch * lse.batch, split == 0};
+}
+
+// Keys of the split-th of n_splits blocks that share them: whole tiles.
+DEVICE Range share_of(Range keys, i64 split) {
+  const i64 first = keys.begin / tile_kv, n_tiles = ceil_div(keys.end, tile_kv) - first;
+  const i64 begin = (first + n_tiles * split / n_splits) * tile_kv;
+  const i64 end = (first + n_tiles * (split + 1) / n_splits) * tile_kv;
+  return {static_cast<i32>(largest<i64>(keys.begin, begin)), static_cast<i32>(smallest<i64>(keys.end, end))};
+}
+
 // O <- O / l, lse stored.  i0: of the warp's first row.
-template <int n_cols> DEVICE void finish(const Args& args, const Sequence& seq, i64 h, Fragment<n_cols>& O,
-                                         const RowState& state, i32 i0, int lane) {
-  const acc sink_log2 = sink_of(args, h), dropout_scale = static_cast<acc>(args.dropout_scale);
+template <int n_cols>
+DEVICE void finish(const Args& args, const QueryTile& own, const Results& results, Fragment<n_cols>& O,
+                   const RowState& state, i32 i0, int lane) {
+  const Sequence& seq = own.seq;
+  const acc sink_log2 = results.takes_sink ? sink_of(args, own.h) : NEG_INF;
+  const acc dropout_scale = static_cast<acc>(args.dropout_scale);
 #pragma unroll
   for (int r = 0; r < n_rows; ++r) {
     const i32 i = i0 + fragment_row(0, lane, r);
@@ -263,7 +323,8 @@ template <int n_cols> DEVICE void finish(const Args& args, const Sequence& seq, 
       for (int e = 0; e < 2; ++e)   // an empty row is 0 even where V is NaN
         O.of_row(r, c, e) = end.factor == 0 ? 0.f : O.of_row(r, c, e) * end.factor;
     if (i < seq.rows_q && lane % 4 == 0)
-      Global<acc>(args.lse.data).store(index_of(args.lse, seq.array_b, h, seq.q_row0 + i), end.lse);
+      Global<acc>(results.lse.data)
+          .store(index_of(results.lse, seq.array_b, own.h, seq.q_row0 + i) + results.lse0, end.lse);
   }
 }
 
@@ -281,10 +342,10 @@ DEVICE void transpose_quad(u32 (&x)[4], int lane) {
 }
 
 // target = O, rows of the block's tile.  row0: the warp's first.
-template <int n_cols>
+template <class To, int n_cols>
 DEVICE void store_fragment(Fragment<n_cols>& O, void* data, const TileSource& target, int row0, int lane) {
-  const Global<out_elem> to(data);
-  constexpr bool is_16_bit = sizeof(out_elem) == 2;
+  const Global<To> to(data);
+  constexpr bool is_16_bit = sizeof(To) == 2;
 #pragma unroll
   for (int r = 0; r < n_rows; ++r) {
     const int row = row0 + fragment_row(0, lane, r);
@@ -296,7 +357,7 @@ DEVICE void store_fragment(Fragment<n_cols>& O, void* data, const TileSource& ta
           u32 chunk[4];
 #pragma unroll
           for (int n = 0; n < 4; ++n)
-            chunk[n] = pack<out_elem>(O.of_row(r, c + n, 0), O.of_row(r, c + n, 1));
+            chunk[n] = pack<To>(O.of_row(r, c + n, 0), O.of_row(r, c + n, 1));
           transpose_quad(chunk, lane);
           const int d = (c + lane % 4) * 8;
           if (row < target.rows && d < target.cols)
@@ -308,13 +369,13 @@ DEVICE void store_fragment(Fragment<n_cols>& O, void* data, const TileSource& ta
 #pragma unroll
     for (int c = 0; c < O.n; ++c) {
       const int d = fragment_col(lane, c);
-      const Pack<out_elem, 2> pair = {{convert<out_elem>(O.of_row(r, c, 0)), convert<out_elem>(O.of_row(r, c, 1))}};
+      const To left = convert<To>(O.of_row(r, c, 0)), right = convert<To>(O.of_row(r, c, 1));
       if (row >= target.rows) continue;
       if (target.by_vectors && d < target.cols) {
-        to.store_as(index + d, pair);
+        to.store_as(index + d, Pack<To, 2>{{left, right}});
       } else {
-        if (d < target.cols) to.store(index + d, pair.item[0]);
-        if (d + 1 < target.cols) to.store(index + d + 1, pair.item[1]);
+        if (d < target.cols) to.store(index + d, left);
+        if (d + 1 < target.cols) to.store(index + d + 1, right);
       }
     }
   }

@@ -71,7 +71,8 @@ constexpr bool wants_dbias = dbias_case != 0;
 constexpr bool wants_dsink = CUFLASH_DSINK;
 constexpr bool wants_dalibi = CUFLASH_DALIBI;
 constexpr bool deterministic = CUFLASH_DETERMINISTIC;
-constexpr bool is_split = CUFLASH_SPLIT;
+constexpr int n_splits = CUFLASH_SPLIT;                 // blocks that share the keys of a query tile; 0: one has them all
+constexpr bool is_split = n_splits > 0;
 constexpr int precision_code = CUFLASH_PRECISION;      // float32 inputs: 0 float32 arithmetic, 1 one TF32 product, 2 three TF32 products
 constexpr int smem_bytes = CUFLASH_SMEM_BYTES;
 constexpr int args_bytes = CUFLASH_ARGS_BYTES;
