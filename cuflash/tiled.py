@@ -55,6 +55,7 @@ TILE_Q = 2048  # query rows of an item, at most
 TILE_KV = 256
 N_ITEMS = 16  # a small problem is cut into about so many items: work for that many threads
 SLACK = 8  # a score may lie this far above m, in its base, before m is raised: weights up to 2^8 do no harm
+FAR = {"float32": 150, "float64": 1100}  # exp of less than this below 0 is 0, in either base
 SMALL, SMALL_V = 40, 2.0**40  # |q| |k| and |v| up to which no exponential, and no sum of them, overflows
 
 
@@ -116,7 +117,13 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
             pairs = None
         else:
             head.change(S, m[rows], r0, j0, buffers)  # scores, above m
-            if keep_maximum(head, S, m[rows], l[rows], O[rows]):
+            top = S.max()
+            if not top <= FAR[S.dtype.name] and forget(S, m[rows], l[rows], O[rows]):
+                Q[rows, -1] = head.column(m[rows])
+                np.matmul(Q[rows], K.T, out=S)
+                head.change(S, m[rows], r0, j0, buffers)
+                top = S.max()
+            if keep_maximum(head, S, top, m[rows], l[rows], O[rows]):
                 Q[rows, -1] = head.column(m[rows])
             pairs = ~np.isneginf(S) if head.needs_care(V) else None
             P = exp(S, out=S)
@@ -144,10 +151,22 @@ def start(head: Head, n: int) -> tuple[np.ndarray, np.ndarray]:
     return m, l
 
 
-def keep_maximum(head: Head, S: np.ndarray, m: np.ndarray, l: np.ndarray, O: np.ndarray) -> bool:
+def forget(S: np.ndarray, m: np.ndarray, l: np.ndarray, O: np.ndarray) -> bool:
+    """Start rows anew, in place, whose scores S are so far above m that all before weighs 0.  Were there any?
+
+    A bias of -1e9 that hides the first keys, or a sink of -1e30, leaves such an m.  Scores above it have lost
+    the digits that matter: S is to be made again.  O keeps what is NaN.
+    """
+    far = (S.max(axis=1) > FAR[S.dtype.name]) & (l > 0)
+    m[far] = l[far] = 0
+    O[far] *= 0
+    return bool(far.any())
+
+
+def keep_maximum(head: Head, S: np.ndarray, top: float, m: np.ndarray, l: np.ndarray, O: np.ndarray) -> bool:
     """Raise m in place where the scores S (n, n_keys), which are above m, ask for it.  Returns: has it moved?
 
-    Comparisons are worded so that NaN, too, asks for it.
+    top: the largest of S.  Comparisons are worded so that NaN, too, asks for it.
     """
     has_moved = False
     if not l.min() > 0:
@@ -155,8 +174,8 @@ def keep_maximum(head: Head, S: np.ndarray, m: np.ndarray, l: np.ndarray, O: np.
         if unseen.size:
             new = slice(unseen[0], unseen[-1] + 1)
             raise_maximum(head, S[new], m[new], l[new], O[new])
-            has_moved = True
-    if not S.max() <= SLACK:
+            has_moved, top = True, S.max()
+    if not top <= SLACK:
         raise_maximum(head, S, m, l, O)
         has_moved = True
     return has_moved

@@ -96,6 +96,28 @@ def test_scores_that_rise_and_fall():
         np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("far", [-1e3, -1e5, -1e9, -1e30])
+@pytest.mark.parametrize("how", ["bias", "sink", "keys", "softcap"])
+def test_scores_far_above_all_before_keep_their_digits(how, far, dtype):
+    """Additive masks hide the first keys with -1e9 or the like, and a sink of -1e30 is none: m starts there."""
+    rng = np.random.default_rng(8)
+    q, k, v = (rng.standard_normal((1, n, 2, 8)).astype(dtype) for n in (5, 600, 600))
+    options = {}
+    if how == "sink":
+        options["sink"] = np.array([far, 0], dtype)
+    elif how == "keys":
+        q[..., 0], k[:, :300, :, 0] = 1, far
+    else:
+        options["bias"] = np.where(np.arange(600) < 300, far, 0).astype(dtype)
+        options["softcap"] = 3.0 if how == "softcap" else None
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    expected, expected_lse = reference.attention(q, k, v, return_lse=True, **options)
+    tolerance = 1e-6 if dtype == "float32" else 1e-14
+    np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(lse, expected_lse, rtol=tolerance, atol=0)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_stays_alone(bad):
     rng = np.random.default_rng(0)
