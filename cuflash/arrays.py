@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
+import operator
 import sys
 from typing import Any
 
@@ -22,6 +24,7 @@ SPEC = "spec"  # device of arrays that need not exist (cuflash.spec); agrees wit
 # DLPack's DLDeviceType
 _DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 13
 _DL_BFLOAT = 4  # DLDataTypeCode
+_MOST_BYTES = 2**63 - 1  # that strides can reach
 
 
 def spec(shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None) -> ArraySpec:
@@ -36,14 +39,26 @@ def spec(shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = N
         >>> spec((2, 1024, 8, 64), "bfloat16").strides
         (524288, 512, 64, 1)
     """
-    shape = tuple(int(n) for n in shape)
-    if strides is None:
-        strides = tuple(int(np.prod(shape[axis + 1 :], dtype=object)) for axis in range(len(shape)))
-    if len(strides) != len(shape) or any(n < 0 for n in shape):
-        raise CuflashError(
-            f"spec: shape {shape} with strides {tuple(strides)}\n  Give one stride per axis, lengths from 0."
-        )
-    return ArraySpec(shape, dtype_name(dtype), tuple(int(s) for s in strides))
+    do = "Give one stride per axis, whole numbers, and lengths from 0."
+    try:
+        lengths = tuple(operator.index(n) for n in shape)
+        if strides is None:
+            strides = tuple(math.prod(lengths[axis + 1 :]) for axis in range(len(lengths)))
+        steps = tuple(operator.index(s) for s in strides)
+    except TypeError:
+        raise CuflashError(f"spec: shape {shape!r} with strides {strides!r}\n  {do}") from None
+    if len(steps) != len(lengths) or any(n < 0 for n in lengths):
+        raise CuflashError(f"spec: shape {lengths} with strides {steps}\n  {do}")
+    if _n_bytes(lengths, steps) > _MOST_BYTES:
+        do = "Strides count bytes in 64 bits: no array is larger than 2^63 bytes."
+        raise CuflashError(f"spec: shape {lengths} with strides {steps} is too large\n  {do}")
+    return ArraySpec(lengths, dtype_name(dtype), steps)
+
+
+def _n_bytes(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """The most that NumPy would have to count, in elements of 8 bytes: reach, size, and each stride."""
+    reach = 1 + sum((n - 1) * abs(stride) for n, stride in zip(shape, strides, strict=True) if n)
+    return 8 * max(reach, math.prod(shape), *shape, *(abs(stride) for stride in strides))
 
 
 def dtype_name(dtype: Any) -> str:
@@ -52,7 +67,7 @@ def dtype_name(dtype: Any) -> str:
         return dtype
     try:
         return np.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         raise CuflashError(f"{dtype!r} is no dtype\n  Give one of {', '.join(FLOAT_DTYPES)}.") from None
 
 
@@ -101,7 +116,7 @@ def convert(value: Any) -> tuple[Any, Any]:
             return array, array.device.id
         if hasattr(value, "__array_interface__"):
             return np.asarray(value), HOST
-    except (BufferError, RuntimeError, ValueError, AttributeError) as error:
+    except (BufferError, RuntimeError, ValueError, AttributeError, LookupError) as error:
         raise TypeError(f"({kind}) cannot be read in place: {error}") from error
     raise TypeError("is None" if value is None else f"has the type {kind.removeprefix('builtins.')}")
 
@@ -132,6 +147,8 @@ def _import_cupy() -> Any:
 
 
 def _from_dlpack(value: Any) -> tuple[Any, Any]:
+    if getattr(value, "is_neg", bool)():  # PyTorch hands over the numbers without their pending minus
+        raise TypeError("is a tensor with its negative bit set: give tensor.resolve_neg()")
     device, number = value.__dlpack_device__()
     if device in (_DL_CUDA, _DL_CUDA_MANAGED):
         cupy = _import_cupy()

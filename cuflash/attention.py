@@ -80,7 +80,7 @@ def attention(
     | workspace | (bytes,) uint8 | scratch of plan.workspace_bytes, for calls that must not allocate |
     | progress | | called with (done, total) on the NumPy and emulated paths |
     | return_lse | | return (out, lse) |
-    | out | that of the result | an array, or (out, lse), to write |
+    | out | that of the result | an array, or (out, lse), to write; None in its place: a new one |
 
     Masks compose by AND.  The order is scale, softcap, ALiBi, bias, masks, softmax with sink, dropout.
 
@@ -129,9 +129,7 @@ def attention(
         call = launch.cached(key, given)
         if call is not None:
             found = call(given, seed)
-            if out is not None:
-                return out
-            return (found["out"], found["lse"]) if return_lse else found["out"]
+            return results.returned(out, return_lse, found["out"], found["lse"])
     options = dict(
         causal=causal, window=window, query_offset=query_offset, scale=scale, softcap=softcap,
         alibi_slopes=alibi_slopes, bias=bias, mask=mask, query_lengths=query_lengths, key_lengths=key_lengths,
@@ -140,9 +138,7 @@ def attention(
         workspace=workspace, progress=progress, return_lse=return_lse, out=out, **unknown,
     )  # fmt: skip
     found_out, found_lse = _forward("attention", {"q": q, "k": k, "v": v}, options, kernel)
-    if out is not None:
-        return out
-    return (found_out, found_lse) if return_lse else found_out
+    return results.returned(out, return_lse, found_out, found_lse)
 
 
 def attention_backward(

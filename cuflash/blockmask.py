@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import blockpatterns
-from cuflash.blockrows import canonical, fail, n_blocks, positive, whole, whole_numbers
+from cuflash import blockpatterns, blockrows
+from cuflash.blockrows import MOST_BLOCKS, booleans, canonical, fail, n_blocks, positive, whole
 
 _LOCK = threading.Lock()  # guards the device copies: two threads may ask for the first one at once
 
@@ -42,7 +42,8 @@ class BlockMask:
     def __init__(self, block_q: int, block_k: int, indptr: Any, indices: Any, n_columns: int | None = None):
         self.block_q = positive("block_q", block_q)
         self.block_k = positive("block_k", block_k)
-        indptr, indices = whole_numbers("indptr", indptr), whole_numbers("indices", indices)
+        indptr = blockrows.whole_numbers("indptr", indptr)
+        indices = blockrows.whole_numbers("indices", indices)
         if not 1 <= indptr.ndim <= 3 or indptr.shape[-1] < 1:
             fail(
                 f"indptr has shape {indptr.shape}",
@@ -53,7 +54,8 @@ class BlockMask:
         indptr = indptr.reshape((1,) * (3 - indptr.ndim) + indptr.shape)
         self.n_columns_given = n_columns is not None
         largest = int(indices.max(initial=-1))
-        self.n_columns = largest + 1 if n_columns is None else whole("n_columns", n_columns)
+        n_columns = largest + 1 if n_columns is None else n_columns
+        self.n_columns = whole("n_columns", n_columns, most=MOST_BLOCKS)
         if largest >= self.n_columns or indices.min(initial=0) < 0:
             fail(
                 f"indices reach from {indices.min()} to {largest}, there are {self.n_columns} block columns",
@@ -96,7 +98,7 @@ class BlockMask:
     @classmethod
     def from_dense(cls, dense: Any, block_q: int, block_k: int) -> BlockMask:
         """The mask of a block matrix ([batch or 1,] [heads or 1,] n_rows, n_columns); True is kept."""
-        dense = np.asarray(dense).astype(bool)
+        dense = booleans("the block matrix", dense)
         if not 2 <= dense.ndim <= 4:
             fail(
                 f"the block matrix has shape {dense.shape}",
@@ -127,8 +129,11 @@ class BlockMask:
 
             >>> BlockMask.from_predicate(lambda i, j: j <= i, 4096, 4096)          # block-causal
         """
+        if not callable(keep):
+            fail(f"keep has the type {type(keep).__name__}", "keep is a function of (row, column).")
         block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
         n_rows, n_columns = n_blocks(len_q, block_q), n_blocks(len_k, block_k)
+        batch, heads = whole("batch", batch), whole("heads", heads)
         step = max(1, (1 << 22) // max(1, n_columns))
         column = np.arange(n_columns)[None]
         counts, parts = np.zeros((batch, heads, n_rows), np.int64), [np.zeros(0, np.int32)]
@@ -137,7 +142,7 @@ class BlockMask:
                 for start in range(0, n_rows, step):
                     row = np.arange(start, min(start + step, n_rows))[:, None]
                     kept = keep(row, column) if batch == heads == 1 else keep(b, h, row, column)
-                    kept = np.broadcast_to(np.asarray(kept, bool), (row.size, n_columns))
+                    kept = booleans("what keep returns", kept, (row.size, n_columns))
                     counts[b, h, start : start + step] = np.count_nonzero(kept, axis=1)
                     parts.append(np.nonzero(kept)[1].astype(np.int32))
         return cls._from_rows(block_q, block_k, n_columns, counts, np.concatenate(parts))
@@ -162,8 +167,10 @@ class BlockMask:
     ) -> BlockMask:
         """Every block with a pair that `window=(left, right)` shows; right 0 is causal."""
         block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
-        whole("len_q", len_q)
-        n_columns = n_blocks(len_k, block_k)
+        n_columns = n_blocks(whole("len_k", len_k), block_k)
+        n_blocks(whole("len_q", len_q), block_q)
+        left, right = blockrows.side("left", left), blockrows.side("right", right)
+        query_offset = blockrows.offset(query_offset)
         first, last = blockpatterns.band(len_q, len_k, block_q, block_k, left, right, query_offset)
         counts, indices = blockpatterns.ranges(first, last)
         return cls._from_rows(block_q, block_k, n_columns, counts[None, None], indices)
@@ -176,7 +183,9 @@ class BlockMask:
 
         Source: Beltagy, Peters, Cohan, "Longformer: The Long-Document Transformer", 2020, section 3.1.
         """
+        window = whole("window", window)
         near = cls.window(len_q, len_k, window, window, block_q, block_k, query_offset=0)
+        n_global = min(whole("n_global", n_global), max(len_q, len_k))
         rows, columns = n_blocks(n_global, block_q), n_blocks(n_global, block_k)
         return near | cls._cross(near.n_rows, near.n_columns, rows, columns, block_q, block_k)
 
@@ -201,6 +210,8 @@ class BlockMask:
         """
         block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
         n_rows, n_columns = n_blocks(len_q, block_q), n_blocks(len_k, block_k)
+        n_window, n_global = whole("n_window", n_window), whole("n_global", n_global)
+        n_random, seed = whole("n_random", n_random), whole("seed", seed, most=(1 << 64) - 1)
         half = n_window // 2
         middle = np.arange(n_rows) * n_columns // max(n_rows, 1)
         counts, indices = blockpatterns.ranges(
@@ -223,6 +234,7 @@ class BlockMask:
         """
         block_q, block_k = positive("block_q", block_q), positive("block_k", block_k)
         n_rows, n_columns = n_blocks(len_q, block_q), n_blocks(len_k, block_k)
+        n_global = whole("n_global", n_global)
         counts, indices = blockpatterns.butterfly(n_rows, n_columns)
         flat = cls._from_rows(block_q, block_k, n_columns, counts[None, None], indices)
         return flat | cls._cross(n_rows, n_columns, n_global, n_global, block_q, block_k)
@@ -271,6 +283,7 @@ class BlockMask:
 
     def to_elements(self, len_q: int, len_k: int) -> np.ndarray:
         """The boolean mask (batch or 1, heads or 1, len_q, len_k) of single pairs: for tests and pictures."""
+        len_q, len_k = whole("len_q", len_q), whole("len_k", len_k)
         rows, columns = np.arange(len_q) // self.block_q, np.arange(len_k) // self.block_k
         dense = self.covering(len_q, len_k).dense()
         return dense[:, :, rows[:, None], columns[None]]
@@ -295,14 +308,16 @@ class BlockMask:
 
         Kernels rely on it: they look up the row of any query block, and of any key block in the backward.
         """
-        n_rows, n_columns = -(-len_q // self.block_q), -(-len_k // self.block_k)
+        n_rows, n_columns = n_blocks(len_q, self.block_q), n_blocks(len_k, self.block_k)
         if n_rows <= self.n_rows and n_columns <= self.n_columns:
             return self
         need = max(n_rows, self.n_rows), max(n_columns, self.n_columns)
-        if self._wider is None or self._wider.shape[2:] != need:
+        wider = self._wider  # read once: another thread may be making one for other lengths
+        if wider is None or wider.shape[2:] != need:
             indptr = np.pad(self.indptr, ((0, 0), (0, 0), (0, need[0] - self.n_rows)), "edge")
-            self._wider = BlockMask._trusted(self.block_q, self.block_k, indptr, self.indices, need[1])
-        return self._wider
+            wider = BlockMask._trusted(self.block_q, self.block_k, indptr, self.indices, need[1])
+            self._wider = wider
+        return wider
 
     def on_device(self, xp: Any) -> tuple[Any, Any]:
         """(indptr, indices) as arrays of xp, numpy or cupy; a device copy is made once, and complete."""
@@ -369,6 +384,15 @@ class BlockMask:
             and np.array_equal(self.indptr, other.indptr)
             and np.array_equal(self.indices, other.indices)
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: what the mask is, without what was derived from it."""
+        names = ("block_q", "block_k", "n_columns", "n_columns_given", "indptr", "indices")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _transposed=None, _wider=None, _on_device={})
+        self.indptr.flags.writeable = self.indices.flags.writeable = False
 
     def __hash__(self) -> int:
         return hash((self.block_q, self.block_k, self.shape, self.n_kept))

@@ -13,20 +13,39 @@ def fail(what: str, do: str) -> NoReturn:
     raise CuflashError(f"BlockMask: {what}\n  {do}")
 
 
-def whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        fail(f"{name} is {value!r}", f"{name} is a whole number from 0.")
+MOST_BLOCKS = (1 << 31) - 1  # along one axis: columns and offsets are 32-bit
+MOST_BLOCK = 1 << 30  # rows or keys of one block: kernels hold it in 32 bits
+FAR = 1 << 60  # no length, window or offset leads further
+
+
+def whole(name: str, value: Any, least: int = 0, most: int = FAR) -> int:
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_whole or not least <= value <= most:
+        to = f" to {most}" if least < 0 or (is_whole and value > most) else ""
+        fail(f"{name} is {value!r}", f"{name} is a whole number from {least}{to}.")
     return int(value)
 
 
 def positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        fail(f"{name} is {value!r}", f"{name} is a whole number from 1.")
-    return int(value)
+    """A block size."""
+    return whole(name, value, 1, MOST_BLOCK)
+
+
+def side(name: str, value: Any) -> int | None:
+    """One side of a window; None is unbounded, and so is what leads further than any length."""
+    return None if value is None else min(whole(name, value, most=1 << 64), FAR)
+
+
+def offset(value: Any) -> int | None:
+    """A query_offset."""
+    return None if value is None else whole("query_offset", value, -FAR, FAR)
 
 
 def n_blocks(length: int, block: int) -> int:
-    return -(-whole("a length", length) // block)
+    n = -(-whole("a length", length) // block)
+    if n > MOST_BLOCKS:
+        fail(f"{length} rows or keys are {n} blocks of {block}", "Take larger blocks: at most 2^31 - 1 fit.")
+    return n
 
 
 def whole_numbers(name: str, value: Any) -> np.ndarray:
@@ -35,12 +54,25 @@ def whole_numbers(name: str, value: Any) -> np.ndarray:
         fail(
             f"{name} is on a CUDA device", "Give host arrays: cupy.asnumpy(x); the device copy is made once."
         )
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        fail(f"{name} is no array: {error}", f"{name} holds whole numbers.")
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int32)
     if array.dtype.kind not in "iu":
         fail(f"{name} is {array.dtype.name}", f"{name} holds whole numbers.")
     return array
+
+
+def booleans(what: str, value: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """value as booleans, broadcast to shape where one is given."""
+    try:
+        array = np.asarray(value).astype(bool)
+        return array if shape is None else np.broadcast_to(array, shape)
+    except (ValueError, TypeError, AttributeError) as error:
+        axes = "" if shape is None else f" that broadcast to {shape}"
+        fail(f"{what} is no mask: {error}", f"It is booleans{axes}: True is kept.")
 
 
 def canonical(indptr: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -51,8 +51,19 @@ def wanted_directory() -> Path | None:
 def temporary_directory() -> Path:
     """This process's own folder, removed when it ends."""
     folder = Path(tempfile.mkdtemp(prefix="cuflash-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, os.getpid())
     return folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child ends too, and its parent still needs the folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OSError where builds cannot be written; the folder is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def bring(folder: str | Path) -> int:

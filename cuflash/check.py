@@ -45,7 +45,7 @@ def check(
     call = Call(where or _WHERE[direction])
     options = check_options.known(call, options or {})
     packed = check_options.is_packed(call, options)
-    swapped = check_options.is_swapped(call, options, packed)
+    swapped = options["layout"] == "bhsd"
 
     _take_arrays(call, direction, arrays, options, specs)
     targets = check_targets.take(call, direction, options, specs)

@@ -48,6 +48,10 @@ _PLANNED = {
     "differentiating the gradients again": ("double_backward", "create_graph"),
 }
 
+LAYOUTS = ("bshd", "bhsd")
+# kernels take numbers times log2(e) and their reciprocals: both must fit the dtype
+_LARGEST = {"float32": 2.0**127, "float64": 2.0**1023}
+_SMALLEST_SOFTCAP = {"float32": 2.0**-126, "float64": 2.0**-1022}
 # positions are 64-bit in the kernels, and an offset plus a window must fit; no offset undoes _UNBOUNDED
 _LARGEST_OFFSET = 1 << 60
 _UNBOUNDED = 1 << 61
@@ -76,9 +80,19 @@ def known(call: Call, options: dict[str, Any]) -> dict[str, Any]:
         if value is not True and value is not False and not isinstance(value, np.bool_):
             call.fail(f"{name} is {value!r}", f"{name} is True or False.")
     _check_kernel(call, options["kernel"])
+    if not _is_one_of(options["layout"], LAYOUTS):
+        call.fail(
+            f"layout is {options['layout']!r}",
+            'layout is "bshd", for (batch, len, heads, dim), or "bhsd", for (batch, heads, len, dim).',
+        )
     if not (options["progress"] is None or callable(options["progress"])):
         call.fail(f"progress is {options['progress']!r}", "progress is a function of (done, total).")
     return options
+
+
+def _is_one_of(value: Any, names: tuple[str, ...]) -> bool:
+    """Whether value is one of these names; an array or a dtype, which == may take apart, is none."""
+    return isinstance(value, str) and value in names
 
 
 def _check_kernel(call: Call, kernel: Any) -> None:
@@ -113,17 +127,6 @@ def is_packed(call: Call, options: dict[str, Any]) -> bool:
     return True
 
 
-def is_swapped(call: Call, options: dict[str, Any], packed: bool) -> bool:
-    """Whether the caller's arrays are (batch, heads, len, dim)."""
-    layout = options["layout"]
-    if layout not in ("bshd", "bhsd"):
-        call.fail(
-            f"layout is {layout!r}",
-            'layout is "bshd", for (batch, len, heads, dim), or "bhsd", for (batch, heads, len, dim).',
-        )
-    return layout == "bhsd"
-
-
 def out_dtype(call: Call, value: Any) -> str | None:
     """Name of out_dtype, or None."""
     if value is None:
@@ -142,10 +145,16 @@ def numbers(call: Call, options: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Fields of Problem that are numbers, switches and names."""
     scale = _number(call, "scale", options["scale"], dtype, "any finite number; None is 1/sqrt(head_dim)")
     softcap = _number(call, "softcap", options["softcap"], dtype, "a finite number above 0; None is no cap")
+    wide = "float64" if dtype == "float64" else "float32"
     if softcap is not None and softcap <= 0:
         call.fail(f"softcap is {options['softcap']}", "softcap is a finite number above 0; None is no cap.")
+    if softcap is not None and softcap < _SMALLEST_SOFTCAP[wide]:
+        call.fail(
+            f"softcap is {options['softcap']}, too small for {wide}",
+            f"softcap is at least {_SMALLEST_SOFTCAP[wide]:.4g}, for which 1 / softcap is finite.",
+        )
     precision = options["precision"]
-    if precision not in (None, "float32", "tf32"):
+    if not (precision is None or _is_one_of(precision, ("float32", "tf32"))):
         call.fail(f"precision is {precision!r}", 'precision is None, "float32" or "tf32".')
     if precision is not None and dtype != "float32":
         call.fail(
@@ -177,9 +186,11 @@ def _number(call: Call, name: str, value: Any, dtype: str, meaning: str) -> floa
         number = math.inf
     if not math.isfinite(number):
         call.fail(f"{name} is {value}", f"{name} is {meaning}.")
-    if dtype != "float64" and abs(number) > float(np.finfo(np.float32).max):
+    wide = "float64" if dtype == "float64" else "float32"
+    if abs(number) > _LARGEST[wide]:
         call.fail(
-            f"{name} is {value}, beyond float32", f"{name} is used in float32 unless q, k and v are float64."
+            f"{name} is {value}, beyond {wide}",
+            f"{name} is used in float32 unless q, k and v are float64: up to {_LARGEST[wide]:.4g} in size.",
         )
     return number
 
@@ -191,8 +202,10 @@ def _is_whole(value: Any) -> bool:
 def _whole(call: Call, name: str, value: Any, meaning: str) -> int | None:
     if value is None:
         return None
-    if not _is_whole(value) or abs(int(value)) > _LARGEST_OFFSET:
+    if not _is_whole(value):
         call.fail(f"{name} is {value!r}", f"{name} is {meaning}.")
+    if abs(int(value)) > _LARGEST_OFFSET:
+        call.fail(f"{name} is {value}", f"{name} lies from -2^60 to 2^60.")
     return int(value)
 
 
@@ -257,7 +270,8 @@ def dropout(call: Call, value: Any, device: Any) -> tuple[float | None, Any, tup
     if not isinstance(value, (tuple, list)) or len(value) not in (2, 3):
         call.fail(f"dropout is {value!r}", do)
     p, seed = value[0], value[1]
-    if isinstance(p, bool) or not isinstance(p, (int, float, np.integer, np.floating)) or not 0 <= p < 1:
+    is_number = isinstance(p, (int, float, np.integer, np.floating)) and not isinstance(p, bool)
+    if not is_number or not 0 <= p < 1 or float(p) == 1:  # a longdouble may round to 1
         call.fail(f"dropout has p = {p!r}", do)
     seed = _seed(call, seed, device)
     shift = tuple(value[2]) if len(value) == 3 and isinstance(value[2], (tuple, list)) else nothing

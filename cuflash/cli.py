@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["cache", "where"])
     0
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: 1>&-
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         arguments = list(sys.argv[1:] if arguments is None else arguments)
         if arguments[:1] in (["bench"], ["lab"]):  # they parse their own arguments, --help included
@@ -48,14 +51,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("cuflash: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        with contextlib.suppress(OSError):  # so that the interpreter's last flush has somewhere to go
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
+    except OSError as error:  # a full disk, a folder that may not be written
+        drop_output()
+        print(f"cuflash: {error}", file=sys.stderr)
+        return 2
+
+
+def drop_output() -> None:
+    """Give the interpreter's last flush of stdout somewhere to go."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def words(text: str) -> list[str]:
     """A comma-separated list: "a,b" -> ["a", "b"]."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names with commas between them")
+    return found
 
 
 def edge(text: str) -> int | None:

@@ -340,6 +340,12 @@ def cache_build(options: argparse.Namespace) -> int:
     jobs = checks.jobs(task, device)
     version = ".".join(map(str, build.nvrtc_version()))
     with cache_folder(options.to):
+        folder = cache.wanted_directory() or cache.temporary_directory()
+        try:
+            cache.check_writable(folder)
+        except OSError as error:
+            do = "Give another folder: --to DIR."
+            raise CuflashError(f"cache build: {folder} cannot be written: {error.strerror}\n  {do}") from None
         print(f"{len(jobs)} builds for {options.arch} with NVRTC {version}", flush=True)
         compile_ahead(jobs)
         print(cache_line())

@@ -94,7 +94,8 @@ def gpu(index: int) -> Device:
     cupy = _cupy()
     count = gpu_count()
     if not 0 <= index < count:
-        raise CuflashError(f"CUDA device {index} is not there; this machine has {count}")
+        do = "Numbers count from 0; `cuflash info` lists them."
+        raise CuflashError(f"CUDA device {index} is not there; this machine has {count}\n  {do}")
     properties = cupy.cuda.runtime.getDeviceProperties(index)
     arch = 10 * properties["major"] + properties["minor"]
     figures = max((row for row in _TABLE if row[0] <= arch), default=_TABLE[0])
@@ -134,9 +135,9 @@ def find(device: Any) -> Device:
         match = re.fullmatch(r"cuda(?::(\d+))?", device)
         return gpu(int(match[1] or 0)) if match else named(device)
     index = getattr(device, "id", device)
-    if isinstance(index, int):
+    if isinstance(index, int) and not isinstance(index, bool):
         return gpu(index)
-    raise CuflashError(f'device is {device!r}; give a CUDA device number, "sm_90a" or "emulated"')
+    raise CuflashError(f'device is {device!r}\n  Give a CUDA device number, "sm_90a" or "emulated".')
 
 
 def _cupy() -> Any:

@@ -145,7 +145,10 @@ def _checked_rows(problem: Problem, operands: Operands, rows: Any) -> np.ndarray
     batch = operands.q.shape[0]
     if rows is None:
         return reference.chosen(None, batch, problem.heads, problem.len_q)
-    rows = to_host(rows)
+    try:
+        rows = to_host(rows)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CuflashError(f"attention_weights: rows is no array: {error}\n  Give whole numbers.") from None
     try:
         rows = reference.chosen(rows, batch, problem.heads, problem.len_q)
         integers = rows.dtype.kind in "iu" or not rows.size

@@ -12,7 +12,7 @@ draws its piece of the whole mask.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bshd") -> 
 
     Raises CuflashError when parts are missing or differ in shape or device.
     """
-    outs, lses, xp = _parts("merge", list(outs), list(lses), layout)
+    outs, lses, xp = _parts("merge", *_lists("merge", outs, lses), layout)
     dtype = _accumulator(lses)
     if xp is not np:
         return _by_kernel(xp, outs, lses, layout, dtype)
@@ -102,6 +102,7 @@ def merge_backward(
     dq, and the gradients of sink, bias and slopes that parts share, are the sums over the parts.  A row
     that is empty in a part gets 0 there.  Raises CuflashError as `merge` does.
     """
+    outs, lses = _lists("merge_backward", outs, lses)
     outs, lses = [*outs, out, dout], [*lses, lse, lse if dlse is None else dlse]
     outs, lses, xp = _parts("merge_backward", outs, lses, layout)
     dtype = _accumulator(lses)
@@ -151,9 +152,19 @@ def _accumulator(lses: list[Any]) -> str:
     return "float64" if any(part.dtype == np.float64 for part in lses) else "float32"
 
 
+def _lists(where: str, outs: Any, lses: Any) -> list[list]:
+    """outs and lses as lists of parts."""
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, Iterable) or getattr(parts, "ndim", 1) == 0:
+            raise CuflashError(
+                f"{where}: {name} has the type {type(parts).__name__}\n  Give a list of arrays, one a part."
+            )
+    return [list(outs), list(lses)]
+
+
 def _parts(where: str, outs: list, lses: list, layout: str) -> tuple[list, list, Any]:
     """The parts as NumPy or CuPy arrays of one shape on one device, and that module."""
-    if layout not in ("bshd", "bhsd"):
+    if not isinstance(layout, str) or layout not in ("bshd", "bhsd"):
         raise CuflashError(f'{where}: layout is {layout!r}\n  Give "bshd" or "bhsd".')
     if not outs or len(outs) != len(lses):
         raise CuflashError(f"{where}: {len(outs)} outs, {len(lses)} lses\n  Give one out and one lse a part.")

@@ -105,8 +105,12 @@ def dropout_mask(
     """
     sizes = {"batch": batch, "heads": heads, "len_q": len_q, "len_k": len_k}
     for name, n in sizes.items():
-        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0:
-            raise CuflashError(f"dropout_mask: {name} is {n!r}\n  Sizes are whole numbers from 0.")
+        if isinstance(n, bool) or not isinstance(n, int | np.integer) or not 0 <= n < 1 << 32:
+            raise CuflashError(
+                f"dropout_mask: {name} is {n!r}\n  Sizes are whole numbers from 0 to 2^32 - 1."
+            )
+    if device is not None and (isinstance(device, bool) or not isinstance(device, int | np.integer)):
+        raise CuflashError(f"dropout_mask: device is {device!r}\n  Give a CUDA device number, or None.")
     p, seed, shift = _checked(dropout, device)
     if device is None:
         return _fill(tuple(sizes.values()), p, seed, shift)

@@ -80,6 +80,10 @@ class Plan:
         """Name of the row."""
         return self.row.name
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: all but what is bound to this process."""
+        return {name: value for name, value in vars(self).items() if name not in ("calls", "resources")}
+
     @functools.cached_property
     def calls(self) -> dict[Any, Any]:
         """Prepared calls of launch.py, by what they depend on besides the problem."""

@@ -73,10 +73,8 @@ def attention(
     for target, value in ((operands.out, O), (operands.lse, lse)):
         if target is not None:
             target[...] = value
-    if out is not None:
-        return out
     O, lse = results.in_layout(problem, "out", O), results.in_layout(problem, "lse", lse)
-    return (O, lse) if return_lse else O
+    return results.returned(out, return_lse, O, lse)
 
 
 def attention_backward(

@@ -85,6 +85,16 @@ def canonical(problem: Problem, name: str, array: Any) -> Any:
     return array
 
 
+def returned(out: Any, return_lse: bool, found_out: Any, found_lse: Any) -> Any:
+    """out, or (out, lse): the caller's own arrays where out= brought them, else the new ones."""
+    given = out if isinstance(out, (tuple, list)) else (out, None)
+    if not return_lse:
+        return found_out if given[0] is None else given[0]
+    if given[0] is not None and given[1] is not None:
+        return out
+    return tuple(new if old is None else old for old, new in zip(given, (found_out, found_lse), strict=True))
+
+
 def gradients(problem: Problem, found: dict[str, Any], options: dict[str, Any], grads: Any) -> Gradients:
     """Gradients in the caller's axis order, from canonical arrays by name; options hold bias and slopes.
 

@@ -49,6 +49,9 @@ class Refusal(str):
         self.argument = argument
         return self
 
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.argument
+
 
 @dataclass(frozen=True)
 class Tile:

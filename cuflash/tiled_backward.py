@@ -58,10 +58,10 @@ def backward(problem: Problem, operands: Operands) -> dict[str, np.ndarray]:
     operands.grads holds an array are written there.  operands.progress(done, total) counts key tiles.
     """
     allocate_missing(problem, operands, np)
-    if problem.packed or problem.has_key_lengths:
+    if problem.packed or problem.has_key_lengths or not problem.heads:
         for name in ("dk", "dv"):
-            operands.grads[name][...] = 0  # rows that belong to no sequence
-    tiles = key_tiles(problem, operands)
+            operands.grads[name][...] = 0  # rows that belong to no sequence, or that no head looks at
+    tiles = key_tiles(problem, operands) if problem.heads else []
     sums = Sums(problem, operands, n_tiles=1 + max((tile.number for tile in tiles), default=0))
 
     def make_rows_worker() -> Callable:

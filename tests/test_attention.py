@@ -98,6 +98,19 @@ def test_out_is_written_and_returned():
     same(target_lse, lse)
 
 
+@pytest.mark.parametrize("attention", [cuflash.attention, cuflash.reference.attention])
+def test_results_that_out_has_no_array_for_are_new(attention):
+    out, lse = attention(Q, K, V, return_lse=True, **OPTIONS)
+    target, target_lse = np.zeros(out.shape, np.float32), np.zeros(lse.shape, np.float32)
+    for given in ((target, None), (None, target_lse), (None, None), [None, target_lse], target):
+        found, found_lse = attention(Q, K, V, out=given, return_lse=True, **OPTIONS)
+        np.testing.assert_allclose(found, out, rtol=1e-6)
+        np.testing.assert_allclose(found_lse, lse, rtol=1e-6)
+        given_out, given_lse = (given, None) if given is target else given
+        assert given_out is None or found is given_out
+        assert given_lse is None or found_lse is given_lse
+
+
 def test_grads_are_written_and_returned():
     out, lse, grads = call(**OPTIONS)
     given = Gradients(

@@ -1,5 +1,7 @@
 """BlockMask: every way to make one against the block matrix it stands for."""
 
+import copy
+import pickle
 import time
 import tracemalloc
 
@@ -150,6 +152,22 @@ def test_arrays_do_not_change():
     assert mask.on_device(np)[0] is mask.indptr
 
 
+def test_copies_are_equal_and_do_not_change_either():
+    mask = BlockMask.window(40, 50, 7, 3, 4, 8)
+    assert mask.transpose() and mask.covering(400, 500)
+    for other in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask), copy.copy(mask)):
+        assert other == mask and hash(other) == hash(mask) and other.transpose() == mask.transpose()
+        assert not other.indptr.flags.writeable and not other.indices.flags.writeable
+
+
+def test_windows_that_lead_far():
+    everything = BlockMask.window(40, 50, None, None, 4, 8)
+    for far in (1 << 60, 1 << 62, (1 << 64) - 1):
+        assert BlockMask.window(40, 50, far, far, 4, 8) == everything
+    assert BlockMask.causal(40, 50, 4, 8, 1 << 60) == everything
+    assert BlockMask.causal(40, 50, 4, 8, -(1 << 60)).n_kept == 0
+
+
 def test_covering():
     mask = BlockMask(4, 4, [0, 1, 2], [0, 1])
     assert mask.n_columns == 2 and mask.covering(8, 8) is mask
@@ -212,6 +230,45 @@ ERRORS = [
     ),
     (lambda: BlockMask.from_dense([1, 0, 1], 1, 1), "the block matrix has shape (3,)", MATRIX_SHAPE),
     (lambda: BlockMask.causal(-1, 4), "len_q is -1", "len_q is a whole number from 0."),
+    (
+        lambda: BlockMask(1 << 31, 4, [0, 1], [0]),
+        f"block_q is {1 << 31}",
+        f"block_q is a whole number from 1 to {1 << 30}.",
+    ),
+    (
+        lambda: BlockMask(1, 1, [0, 1], [1 << 32]),
+        f"n_columns is {(1 << 32) + 1}",
+        f"n_columns is a whole number from 0 to {(1 << 31) - 1}.",
+    ),
+    (lambda: BlockMask.window(8, 8, -1, 0), "left is -1", "left is a whole number from 0."),
+    (lambda: BlockMask.window(8, 8, 0, "x"), "right is 'x'", "right is a whole number from 0."),
+    (
+        lambda: BlockMask.causal(8, 8, 2, 2, 1.5),
+        "query_offset is 1.5",
+        f"query_offset is a whole number from {-(1 << 60)} to {1 << 60}.",
+    ),
+    (lambda: BlockMask.sliding_global(8, 8, [1], 2), "window is [1]", "window is a whole number from 0."),
+    (lambda: BlockMask.sliding_global(8, 8, 1, -2), "n_global is -2", "n_global is a whole number from 0."),
+    (lambda: BlockMask.bigbird(8, 8, n_window=1.5), "n_window is 1.5", "n_window is a whole number from 0."),
+    (lambda: BlockMask.bigbird(8, 8, n_random=-1), "n_random is -1", "n_random is a whole number from 0."),
+    (lambda: BlockMask.bigbird(8, 8, seed=None), "seed is None", "seed is a whole number from 0."),
+    (
+        lambda: BlockMask.butterfly(8, 8, n_global=None),
+        "n_global is None",
+        "n_global is a whole number from 0.",
+    ),
+    (lambda: ONE.to_elements(2.5, 4), "len_q is 2.5", "len_q is a whole number from 0."),
+    (
+        lambda: BlockMask.from_predicate(7, 8, 8),
+        "keep has the type int",
+        "keep is a function of (row, column).",
+    ),
+    (
+        lambda: BlockMask.from_predicate(lambda i, j: np.zeros(3), 8, 8, 2, 2),
+        "what keep returns is no mask: operands could not be broadcast together with remapped shapes "
+        "[original->remapped]: (3,)  and requested shape (4,4)",
+        "It is booleans that broadcast to (4, 4): True is kept.",
+    ),
     (
         lambda: ONE | TWO,
         f"{ONE} and {TWO} do not fit together",

@@ -1,5 +1,6 @@
 """check(): what it refuses, word for word, and what it makes of calls that are right."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import BlockMask, CuflashError, Gradients, arrays, messages, spec
+from cuflash import BlockMask, CuflashError, Gradients, arrays, check_options, messages, spec
 from cuflash.check import check
 
 
@@ -423,3 +424,82 @@ def test_import_is_light():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
+
+
+class Odd:
+    """Nothing that any option takes; == raises, as with arrays of more than one element."""
+
+    def __eq__(self, other):
+        raise RuntimeError("==")
+
+    __hash__ = None
+
+
+ODD = {
+    "object": Odd(), "array": np.zeros(3), "no array": np.zeros(0), "dtype": np.dtype("float64"),
+    "set": {1}, "bytes": b"x", "complex": 1j, "huge": 10**400, "function": len, "type": int,
+}  # fmt: skip
+OPTIONS = sorted({*check_options.DEFAULTS, "return_lse", "deterministic", "out"} - {"kernel"})
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_any_object_is_refused_in_words(option, odd):
+    if (option, odd) in {("progress", "function"), ("progress", "type"), ("out_dtype", "dtype")}:
+        return
+    with pytest.raises(CuflashError, match=r"^attention: .*\n  "):
+        check("forward", QKV, {option: ODD[odd]})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dropout": (np.nextafter(np.longdouble(1), 0), 7)}, "dropout has p = "),
+        ({"softcap": 1e-50}, "softcap is 1e-50, too small for float32"),
+        ({"softcap": 3e38}, "softcap is 3e+38, beyond float32"),
+        ({"scale": -3e38}, "scale is -3e+38, beyond float32"),
+        ({"query_offset": 2**60 + 1}, "query_offset lies from -2^60 to 2^60"),
+        ({"window": (10**400, -1)}, "right is a whole number from 0"),
+    ],
+)
+def test_numbers_that_kernels_cannot_hold(options, said):
+    with pytest.raises(CuflashError, match=re.escape(said)):
+        check("forward", QKV, options)
+
+
+class Exporter:
+    """Hands over a NumPy array by DLPack, or fails to."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, **options):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), BufferError("no"), RuntimeError("no"), IndexError("i")])
+def test_an_exporter_that_fails(error):
+    with pytest.raises(CuflashError, match=r"q .*Exporter. cannot be read in place"):
+        check("forward", QKV | {"q": Exporter(error)})
+
+
+def test_a_pending_minus_of_torch_is_not_lost():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(CuflashError, match=r"resolve_neg"):
+        check("forward", QKV | {"q": torch._neg_view(torch.ones(Q.shape))})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (7, "float32"), ((1.5,), "float32"), (("x",), "float32"), (np.zeros(2), "float32"),
+        ((-1,), "float32"), ((2,), "float32", (1, 1)), ((2,), "float32", "x"), ((1 << 63,), "float32"),
+        ((1,), "float32", (10**40,)), ((2,), np), ((2,), "none"),
+    ],
+)  # fmt: skip
+def test_a_spec_that_is_no_array(arguments):
+    with pytest.raises(CuflashError):
+        spec(*arguments)

@@ -47,7 +47,8 @@ def test_help_names_every_command(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("cache",), ("no-such",), ("check", "--device", "tpu"), ("info", "x")]
+    "arguments",
+    [(), ("cache",), ("no-such",), ("check", "--device", "tpu"), ("info", "x"), ("check", "--rows", ",")],
 )
 def test_usage_errors_exit_with_2(capsys, arguments):
     code, out, err = run(capsys, *arguments)
@@ -84,6 +85,15 @@ def test_info_survives_a_broken_pipe():
     command = f"{sys.executable} -m cuflash check --cases plain --dtypes float32 --no-record | head -c 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("how", [">&-", "2>&- >&-", ">/dev/full"])
+@pytest.mark.parametrize("command", ["info", "explain", "cache where"])
+def test_output_that_goes_nowhere(command, how):
+    line = f"{sys.executable} -m cuflash {command} {how}"
+    done = subprocess.run(["bash", "-c", line], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == (2 if "full" in how else 0) and "Traceback" not in done.stderr
+    assert ("No space left" in done.stderr) == ("full" in how)
 
 
 # ---- demo
@@ -311,6 +321,26 @@ def test_cache_build_and_take_along(capsys, empty_cache, tmp_path, monkeypatch):
 def test_cache_build_needs_a_gpu_architecture(capsys):
     code, _, err = run(capsys, "cache", "build", "--arch", "host")
     assert code == 2 and "needs that of a GPU" in err
+
+
+def test_cache_build_needs_a_folder_that_can_be_written(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = run(capsys, "cache", "build", "--arch", "sm_80", "--quick", "--to", str(tmp_path / "file"))
+    assert code == 2 and "cannot be written" in err and "--to DIR" in err
+
+
+def test_a_record_that_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / "file" / "record.json")
+    code, _, err = run(capsys, "check", "--cases", "plain", "--dtypes", "float32", "--record", path)
+    assert code == 2 and ("Not a directory" in err or "File exists" in err)
+
+
+def test_a_child_does_not_delete_the_folder_of_its_parent(tmp_path):
+    cache._remove(tmp_path, os.getpid() + 1)
+    assert tmp_path.exists()
+    cache._remove(tmp_path, os.getpid())
+    assert not tmp_path.exists()
 
 
 # ---- records

@@ -104,6 +104,7 @@ def test_memory_stays_small():
         ([0.5], "float64"),
         (np.zeros((3, 1, 2), int), "(3, 1, 2)"),
         (7, "whole numbers"),
+        ({}, "whole numbers"),
         ([[0, 1]] * 2, "(2, 2)"),
     ],
 )

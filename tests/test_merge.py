@@ -161,11 +161,17 @@ def test_dtypes_and_packed_parts(dtype):
         ([np.zeros((1, 2, 3, 4))], [np.zeros((1, 3, 2), int)], "bshd", "lse of part 0 is int64"),
         ([[1.0]], [np.zeros((1, 3, 2))], "bshd", "out of part 0"),
         ([np.zeros((1, 2, 3, 4))], [np.zeros((1, 3, 2))], "sbhd", "layout is 'sbhd'"),
+        ([np.zeros((1, 2, 3, 4))], [np.zeros((1, 3, 2))], np.zeros(3), "layout is array"),
+        (None, [np.zeros((1, 3, 2))], "bshd", "outs has the type NoneType"),
+        ([np.zeros((1, 2, 3, 4))], 7, "bshd", "lses has the type int"),
+        (np.zeros(()), [np.zeros((1, 3, 2))], "bshd", "outs has the type ndarray"),
     ],
 )
 def test_bad_input(outs, lses, layout, said):
     with pytest.raises(cuflash.CuflashError, match=r"^merge: ") as error:
         cuflash.merge(outs, lses, layout=layout)
+    with pytest.raises(cuflash.CuflashError, match=r"^merge_backward: "):
+        cuflash.merge_backward(np.zeros(3), None, outs, lses, np.zeros(3), np.zeros(3), layout=layout)
     assert said in str(error.value)
 
 

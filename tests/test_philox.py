@@ -98,6 +98,7 @@ def test_it_is_the_mask_attention_applies():
     [
         ((1, 1, 2, -3), (0.5, 1), "len_k is -3"),
         ((1, 1.5, 2, 3), (0.5, 1), "heads is 1.5"),
+        ((1, 1, 10**400, 3), (0.5, 1), "whole numbers from 0 to 2^32 - 1"),
         ((1, 1, 2, 3), None, "None"),
         ((1, 1, 2, 3), (1.0, 1), "p = 1.0"),
         ((1, 1, 2, 3), (0.5, -1), "-1"),
@@ -106,6 +107,9 @@ def test_it_is_the_mask_attention_applies():
     ],
 )
 def test_bad_input(sizes, dropout, said):
+    for device in ("cuda", True, np.zeros(2), 1.5):
+        with pytest.raises(cuflash.CuflashError, match="dropout_mask: device is "):
+            cuflash.dropout_mask(1, 1, 2, 3, (0.5, 1), device=device)
     with pytest.raises(cuflash.CuflashError, match="dropout_mask: ") as error:
         cuflash.dropout_mask(*sizes, dropout)
     assert said in str(error.value)

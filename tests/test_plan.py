@@ -1,7 +1,9 @@
 """plan.py, copies.py, cost.py, devices.py: which kernel takes what, the words for it, and its cost."""
 
+import copy
 import itertools
 import logging
+import pickle
 import re
 from dataclasses import replace
 
@@ -382,8 +384,21 @@ def test_devices_by_name():
     assert devices.find("emulated") is devices.EMULATED and devices.find("host") is devices.HOST
     with pytest.raises(CuflashError, match=r"device 'sm_42' is not known\n  Known are sm_75, sm_80"):
         devices.find("sm_42")
-    with pytest.raises(CuflashError, match=r"device is 1\.5"):
-        devices.find(1.5)
+    for wrong in (1.5, True, [0], np.zeros(2)):
+        with pytest.raises(CuflashError, match=r"device is .*\n  Give a CUDA device number"):
+            devices.find(wrong)
+
+
+def test_plans_can_be_pickled_and_copied_after_they_ran():
+    q = np.ones((1, 3, 1, 4), np.float32)
+    cuflash.attention(q, q, q, kernel="fwd_02_tiled")
+    one = explain(q, q, q, kernel="fwd_02_tiled")
+    assert one.calls, "the plan that ran"
+    for other in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one), copy.copy(one)):
+        assert str(other) == str(one) and other.problem == one.problem and not other.calls
+        assert [why.argument for why in other.refused.values() if hasattr(why, "argument")] == [
+            why.argument for why in one.refused.values() if hasattr(why, "argument")
+        ]
 
 
 def test_a_gpu_that_is_not_there():

@@ -21,6 +21,14 @@ BLAS = ThreadpoolController().select(user_api="blas")
 # ---- the contract
 
 
+def test_keys_without_query_heads_get_no_gradient():
+    q, k = np.zeros((1, 3, 0, 8), np.float32), np.ones((1, 2, 5, 8), np.float32)
+    out, vjp = cuflash.attention_vjp(q, k, k)
+    grads = vjp(out)
+    assert out.shape == grads.dq.shape == q.shape
+    assert grads.dk.shape == grads.dv.shape == k.shape and not grads.dk.any() and not grads.dv.any()
+
+
 def check_call(call):
     """Forward, and backward from the out and lse of a perfect forward, by the rule of close.py."""
     judge = Judge(call)
@@ -100,7 +108,7 @@ def test_scores_that_rise_and_fall():
 @pytest.mark.parametrize("far", [-1e3, -1e5, -1e9, -1e30])
 @pytest.mark.parametrize("how", ["bias", "sink", "keys", "softcap"])
 def test_scores_far_above_all_before_keep_their_digits(how, far, dtype):
-    """Additive masks hide the first keys with -1e9 or the like, and a sink of -1e30 is none: m starts there."""
+    """Additive masks hide the first keys with -1e9 or the like, a sink of -1e30 is none: there m starts."""
     rng = np.random.default_rng(8)
     q, k, v = (rng.standard_normal((1, n, 2, 8)).astype(dtype) for n in (5, 600, 600))
     options = {}
