@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import cuflash
-from cuflash import build, plan, rows
+from cuflash import build, devices, plan, rows
 from cuflash.arrays import numpy_dtype, spec
 from cuflash.cases import Case, find, make, wide
 from cuflash.check import check
@@ -329,7 +329,9 @@ def one(row: str, direction: str, expected: Expected, xp: Any) -> Line:
         verdicts = expected.judge(direction, results)
     except CuflashError as error:
         # A starred row takes the whole contract: where it covers dtype and sizes a refusal is a failure.
-        return Line(**line, status="failed" if starred else "refused", message=sentence(error))
+        # So is, of any row, what goes wrong after the plan: a kernel that does not compile, or reads outside.
+        is_refusal = not starred and refuses(row, direction, expected, xp)
+        return Line(**line, status="refused" if is_refusal else "failed", message=sentence(error))
     except Exception as error:  # a check that stops at the first crash tells less than one that goes on
         return Line(**line, status="failed", message=f"{type(error).__name__}: {error}")
     messages = [v.message for v in verdicts if v.message] + ([note] if note else [])
@@ -338,10 +340,20 @@ def one(row: str, direction: str, expected: Expected, xp: Any) -> Line:
     )
 
 
+def refuses(row: str, direction: str, expected: Expected, xp: Any) -> bool:
+    """Does the plan already refuse, before anything is compiled or run?"""
+    device = devices.HOST if xp is np else devices.find(None)
+    try:
+        plan.make(problem_of(expected.case, expected.dtype, direction), device, row)
+    except CuflashError:
+        return True
+    return False
+
+
 def sentence(error: CuflashError) -> str:
-    """The refusal in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:2])
+    """The error in one line: of a kernel that does not compile, the compiler's first complaint."""
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join([first, *([line for line in rest if "error:" in line] or rest)[:1]])
 
 
 def forward(row: str, expected: Expected, xp: Any) -> tuple[dict[str, Any], str]:

@@ -5,7 +5,7 @@
     cuflash lab mine.cu                                  # the same from a shell
 
 Said, in this order: registers, spills and the compiler's words; whether the results are right; how fast it is
-beside the kernel it came from and the rung before; what changed since that rung (the header's "Read after").
+beside the kernel it came from and the rung before; what changed since each (the header's "Read after").
 Without a GPU it is compiled for sm_90, and the check runs in the emulator, which also counts its bytes.
 """
 
@@ -67,7 +67,9 @@ class Lab:
     where: str = ""
     traffic: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # read, written, predicted
     timing: dict[str, Any] | None = None  # a payload of bench/report.py
-    parent: str | None = None
+    base: str | None = None  # the version that it is a change of, and what changed
+    change: list[str] = field(default_factory=list)
+    parent: str | None = None  # the rung before, and what changed since
     diff: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -98,7 +100,7 @@ def lab(
     | argument | meaning |
     |---|---|
     | path | a .cu file: one of kernels/, or a changed copy of one with the same entry point |
-    | against | another version of the same kernel to time beside it; None: the one in the package |
+    | against | another version of the same kernel to compare with; None: the one in the package |
     | shapes | bench.shapes.Shape to time; None: head_dim 64 and 128, length 4,096, causal and not |
     | cases, dtypes | of `cuflash check`; None: its quick ones on a GPU, two cases in the emulator |
     | arch | what to compile for where there is no GPU |
@@ -114,7 +116,7 @@ def lab(
     start = time.perf_counter()
     with workshop(Path(path)) as source:
         found = Lab(source)
-        _compare(found)
+        _compare(found, Path(against) if against else None)
         has_gpu = devices.gpu_count() > 0
         device = devices.find(None) if has_gpu else devices.named(arch)
         launch.forget()  # what an earlier call loaded is another version
@@ -138,19 +140,31 @@ def lab(
 # ---- the steps
 
 
-def _compare(found: Lab) -> None:
-    """The diff from the parent rung, comments apart."""
-    found.parent = parent_of(found.source.text)
-    home = build.kernels_directory()
+def _compare(found: Lab, against: Path | None) -> None:
+    """The diffs from the version that the file is a change of, and from the parent rung."""
+    source, home = found.source, build.kernels_directory()
+    if against is not None:
+        if not against.is_file():
+            raise CuflashError(f"lab: {against} is not there; --against needs the path of a .cu file.")
+        other = row_of(against).name
+        if other != source.row.name:
+            raise CuflashError(f"lab: {against} is a version of {other}, not of {source.row.name}.")
+        found.base = str(against)
+        found.change = _diff(against, source.path)
+    elif source.shipped is not None:
+        found.base = f"{stem_of(source.path)} as shipped"
+        found.change = _diff(source.shipped / f"{stem_of(source.path)}.cu", source.path)
+    found.parent = parent_of(source.text)
     if found.parent is None or not (home / f"{found.parent}.cu").is_file():
         found.notes.append("the header names no rung to read before: nothing to diff against")
         return
-    before, after = (
-        build.strip_comments(text).splitlines()
-        for text in ((home / f"{found.parent}.cu").read_text(encoding="utf-8"), found.source.text)
-    )
-    names = f"{found.parent}.cu", found.source.path.name
-    found.diff = list(difflib.unified_diff(before, after, *names, lineterm="", n=1))
+    found.diff = _diff(home / f"{found.parent}.cu", source.path)
+
+
+def _diff(before: Path, after: Path) -> list[str]:
+    """Lines of a unified diff, comments apart."""
+    texts = (build.strip_comments(path.read_text(encoding="utf-8")).splitlines() for path in (before, after))
+    return list(difflib.unified_diff(*texts, before.name, after.name, lineterm="", n=1))
 
 
 # ---- compile
@@ -296,9 +310,6 @@ def _time(
         home = build.kernels_directory()
         versions = [Version(source.path.name, source.row.name, source.folder)]
         if against is not None:
-            other_row = row_of(against).name
-            if other_row != source.row.name:
-                raise CuflashError(f"lab: {against} is a version of {other_row}, not of {source.row.name}.")
             other = overlay(Path(temporary) / "kernels", against)
             versions.append(Version(f"against {against.name}", source.row.name, other))
         elif source.shipped is not None:
@@ -318,14 +329,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`cuflash lab FILE.cu`: 0 when it compiles and is right, 1 when a result is wrong, 2 for bad input."""
     top = argparse.ArgumentParser(prog="cuflash lab", description=lab.__doc__.splitlines()[0])
     top.add_argument("file", metavar="FILE.cu", help="a kernel, or a changed copy with the same entry point")
-    top.add_argument("--against", metavar="FILE.cu", help="another version to time beside it")
+    top.add_argument("--against", metavar="FILE.cu", help="another version to compare with")
     top.add_argument("--cases", type=_words_of, metavar="A,B", help="cases of `cuflash check`, by name")
     top.add_argument("--dtypes", type=_words_of, metavar="A,B")
     top.add_argument("--len", type=int, metavar="N", help="time this length instead of 4,096")
     top.add_argument("--head-dim", type=int, metavar="N", help="time this head_dim instead of 64 and 128")
     top.add_argument("--arch", default=BUILD_ARCH, metavar="SM", help="compiled for, without a GPU (sm_90)")
     top.add_argument("--no-timing", action="store_true")
-    top.add_argument("--diff", action="store_true", help="print the diff from the rung before, too")
+    top.add_argument("--diff", action="store_true", help="print what changed, line by line")
     options = top.parse_args(arguments)
     chosen = None
     if options.len or options.head_dim:
@@ -342,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     print(found)
     if options.diff:
-        print("\n".join(found.diff))
+        print("\n".join(found.change or found.diff))
     return 0 if found.passed else 1
 
 

@@ -30,20 +30,26 @@ def lines(found: Lab) -> Iterator[str]:
         yield f"  bytes     {name}: {read:,} read, {written:,} written{formula}"
     if found.timing is not None:
         yield from _timing_lines(found.timing)
-    added, removed = (sum(x[0] == sign and x[:3] != sign * 3 for x in found.diff) for sign in "+-")
+    if found.base is not None:
+        yield f"  diff      from {found.base}: {_size(found.change)}"
     if found.diff:
-        yield f"  diff      from {found.parent}: +{added} -{removed} lines, comments apart"
+        yield f"  diff      from {found.parent}, the rung before: {_size(found.diff)}"
     yield from (f"  note      {note}" for note in found.notes)
     yield f"  {'right' if found.passed else 'NOT RIGHT'}, {found.seconds:.0f} s in all"
+
+
+def _size(diff: list[str]) -> str:
+    """How much a unified diff changes."""
+    added, removed = (sum(x[0] == sign and x[:3] != sign * 3 for x in diff) for sign in "+-")
+    return f"+{added} -{removed} lines, comments apart" if diff else "nothing, comments apart"
 
 
 def _check_lines(found: Lab) -> Iterator[str]:
     for entry in found.check.summary():
         counts = ", ".join(f"{entry[status]} {status}" for status in ("passed", "failed", "refused"))
-        yield (
-            f"  check     {entry['direction']} on {found.where}: {counts}; "
-            f"error / limit at most {entry['worst_ratio']:.2f} {entry['worst']}"
-        )
+        worst, ratio = entry["worst"], entry["worst_ratio"]
+        nearest = f"; error / limit at most {ratio:.2f}, {worst}" if worst else ""
+        yield f"  check     {entry['direction']} on {found.where}: {counts}{nearest}"
     for line in found.check.failures[:10]:
         yield f"  WRONG     {line.direction}, {line.case}, {line.dtype}: {line.message}"
 

@@ -34,7 +34,8 @@ class Trace:
     """What the launches of one call did.  Prints as a table.
 
     launches: emulator.Record per kernel, in order.  arrays: name -> (read, written, added) bytes of all
-    launches together; added means atomics and reduce-adds.  results: what the call returned.
+    launches together; added means atomics and reduce-adds; one array given as several is "q = k = v".
+    results: what the call returned.
     """
 
     def __init__(self, launches: tuple[Any, ...], shapes: dict[str, Any], results: Any) -> None:
@@ -78,7 +79,7 @@ class Trace:
             for event in record.events:
                 name = record.names[event["array"]]
                 where = tuple(int(x) for x in event["block"])
-                if array in (None, name) and block in (None, where):
+                if array in (None, name, *name.split(" = ")) and block in (None, where):
                     found.append(self._tile(record.kernel, name, where, event))
         order = {record.kernel: i for i, record in enumerate(self.launches)}
         return sorted(
@@ -87,8 +88,9 @@ class Trace:
 
     def _tile(self, kernel: str, name: str, block: tuple[int, int, int], event: Any) -> Tile:
         rows = None
-        if name in self._shapes:
-            batch_step, row_step, n_rows = self._shapes[name]
+        shape = self._shapes.get(name.split(" = ")[0])
+        if shape is not None:
+            batch_step, row_step, n_rows = shape
             low, high = int(event["low"]) % batch_step, (int(event["high"]) - 1) % batch_step
             rows = (min(low // row_step, n_rows - 1), min(high // row_step, n_rows - 1))
         return Tile(

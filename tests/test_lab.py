@@ -82,6 +82,37 @@ def test_a_wrong_kernel_is_found(changed, capsys):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        ("d < args.head_dim; ++d", "d <= args.head_dim; ++d", "global access outside"),
+        ("largest(m, s)", "largets(m, s)", "largets"),
+    ],
+)
+def test_a_broken_kernel_is_no_refusal(old, new, says, changed, monkeypatch):
+    """What goes wrong after the plan is a failure, of a row that may refuse cases as well."""
+    monkeypatch.setattr(lab, "_compile", lambda found, device: None)  # as where there is no NVRTC
+    found = lab.lab(changed(old, new), timing=False, cases=["plain", "softcap"], dtypes=["float32"])
+    statuses = {line.case: line.status for line in found.check.lines}
+    assert statuses == {"plain": "failed", "softcap": "refused"} and not found.passed
+    assert says in found.check.failures[0].message
+
+
+@needs_compiler
+def test_what_changed_is_told(changed, tmp_path, capsys):
+    path = changed("#pragma unroll 4", "#pragma unroll 8")
+    found = lab.lab(path, timing=False, cases=["plain"])
+    assert f"from {KERNEL} as shipped: +1 -1 lines" in str(found)
+    assert "+#pragma unroll 8" in found.change
+    same = tmp_path / "same.cu"
+    same.write_text(path.read_text())
+    found = lab.lab(path, against=same, timing=False, cases=["plain"])
+    assert f"from {same}: nothing, comments apart" in str(found) and found.change == []
+    assert cli.main(["lab", str(path), "--against", str(tmp_path / "no.cu")]) == 2
+    assert "no.cu is not there" in capsys.readouterr().err
+
+
+@needs_compiler
 def test_the_package_is_itself_again_afterwards(changed):
     home = build.kernels_directory()
     lab.lab(changed(*WRONG), timing=False, cases=["plain"])

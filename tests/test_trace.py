@@ -81,6 +81,14 @@ def test_the_backward_can_be_traced():
         assert np.allclose(got, want, atol=1e-4)
 
 
+def test_an_array_given_as_three_is_found_by_each_name():
+    q, _, _ = inputs(40, 40, 1, 1, 32, np.float32)
+    seen = cuflash.trace(q, q, q)
+    assert "q = k = v" in seen.arrays
+    assert seen.tiles("k") and seen.tiles("k") == seen.tiles("v")
+    assert all(0 <= tile.rows[0] <= tile.rows[1] < 40 for tile in seen.tiles("k"))
+
+
 def test_only_numpy_arrays_are_traced():
     with pytest.raises(CuflashError, match="needs a NumPy array"):
         cuflash.trace([1.0], [1.0], [1.0])
