@@ -161,6 +161,25 @@ def test_emulated_unstarred_in_full(build):
     drawn(build, 8, SMALL, check_emulated_unstarred)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [None, *(row for row in rows.BACKWARD if row.starred)],
+    ids=lambda row: getattr(row, "name", "numpy"),
+)
+def test_a_key_that_bias_hides_gets_nothing_from_a_row_of_nan(row):
+    """Key 0 makes every row NaN; key 1 is visible to none of them."""
+    q, k = np.ones((2, 1, 40, 1, 16), np.float16)
+    k[0, 0] = np.nan
+    bias = np.zeros(40, np.float16)
+    bias[1] = -np.inf
+    lse = np.full((1, 1, 40), np.nan, np.float32)
+    kernel = None if row is None else row.name
+    gradients = cuflash.attention_backward(q, q, k, q, k * np.nan, lse, bias=bias, kernel=kernel)
+    for name in ("dk", "dv"):
+        found = np.isnan(getattr(gradients, name)[0, :, 0])
+        assert not found[1].any() and found[2:].all(), name
+
+
 # ---- a bias or mask that does not reach the longest sequence, which only lengths on a device allow
 
 

@@ -36,9 +36,9 @@ struct Gradient {
 DEVICE Gradient gradient_of(const Args& args, const HeadRules& rules, acc lse, acc delta, acc raw, acc dP,
                             bool kept, i32 i, i32 j) {
   const acc capped = capped_log2(rules.scoring, raw);
-  const acc exponent = biased_log2(args, rules.scoring, capped, i, j) - lse;
-  if (exponent == NEG_INF) return {};
-  acc P = exp_near(exponent);
+  const acc score = biased_log2(args, rules.scoring, capped, i, j);
+  if (score == NEG_INF || lse == -NEG_INF) return {};   // asked one by one: the other of them may be NaN
+  acc P = exp_near(score - lse);
   if constexpr (has_dropout) dP = kept ? dP * static_cast<acc>(args.dropout_scale) : acc(0);
   const acc d_score = P * (dP - delta);
   if constexpr (has_dropout) P = kept ? P * static_cast<acc>(args.dropout_scale) : acc(0);
