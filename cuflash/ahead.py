@@ -41,6 +41,13 @@ def warmup(
     if target.kind == "host":
         do = 'Name one to compile for: device="sm_90a".'
         raise CuflashError(f"warmup: there is no GPU here, and NumPy needs no kernels\n  {do}")
+    if not isinstance(specs, Iterable):
+        raise CuflashError(f"warmup: specs has the type {type(specs).__name__}\n  Give a list of calls.")
+    is_count = isinstance(threads, int) and not isinstance(threads, bool) and threads > 0
+    if threads is not None and not is_count:
+        raise CuflashError(f"warmup: threads is {threads!r}\n  Give a whole number from 1, or None.")
+    if progress is not None and not callable(progress):
+        raise CuflashError(f"warmup: progress is {progress!r}\n  Give a function of (done, total).")
     plans = [_plan(one, target) for one in specs]
     build.compile_all(plan_.jobs(plans), threads, progress)
     for plan in plans:
@@ -62,7 +69,8 @@ def _plan(one: Any, device: devices.Device) -> Plan:
         if missing:
             raise CuflashError(f"warmup: a call lacks {', '.join(missing)}\n  Give {_signature()}.")
         return explain(**{"device": device, **one})
-    raise CuflashError(f"warmup: {one!r} is no call\n  Give {_signature()}, or (q, k, v).")
+    what = repr(one) if isinstance(one, str | int | float) else f"an object of type {type(one).__name__}"
+    raise CuflashError(f"warmup: {what} is no call\n  Give {_signature()}, or (q, k, v).")
 
 
 def _signature() -> str:

@@ -11,6 +11,7 @@ from cuflash import arrays as arrays_
 from cuflash import launch, results, warm
 from cuflash.blockmask import BlockMask
 from cuflash.check import check
+from cuflash.errors import CuflashError
 from cuflash.problem import Operands, Problem
 from cuflash.results import Gradients
 
@@ -234,6 +235,8 @@ def explain(
     """
     from cuflash import devices, plan
 
+    if not isinstance(backward, (bool, np.bool_)):
+        raise CuflashError(f"explain: backward is {backward!r}\n  backward is True or False.")
     options = dict(options, kernel=kernel, deterministic=deterministic)
     arrays = {"q": q, "k": k, "v": v}
     problem, operands = check("forward", arrays, options, where="explain", specs=True)

@@ -16,9 +16,8 @@ import numpy as np
 from cuflash import reference
 from cuflash.arrays import array_spec, is_cupy, module_of
 from cuflash.check import check
-from cuflash.errors import CuflashError
 from cuflash.problem import Operands, Problem
-from cuflash.reference_scores import Arithmetic, scores, to_host
+from cuflash.reference_scores import Arithmetic, scores
 
 
 class RowStats(NamedTuple):
@@ -50,7 +49,7 @@ def attention_weights(q: Any, k: Any, *, rows: Any = None, **options: Any) -> An
     """
     problem, operands = _parse("attention_weights", q, k, options)
     xp = module_of(operands.q)
-    rows = _checked_rows(problem, operands, rows)
+    rows = _rows(problem, operands, rows)
     P = xp.zeros((*rows.shape, problem.len_k), problem.accumulator)
     for b, h, place, columns, _, part, _ in _blocks(problem, operands, rows):
         P[b, h, place[:, None], columns] = part
@@ -80,7 +79,7 @@ def key_importance(q: Any, k: Any, **options: Any) -> Any:
 
         total = _sums_by_kernel(problem, operands, devices.gpu(operands.q.device.id))
         return total[0] if problem.packed else total
-    rows = _checked_rows(problem, operands, None)
+    rows = _rows(problem, operands, None)
     total = np.zeros((*rows.shape[:2], problem.len_k), problem.accumulator)
     for b, h, _, columns, _, P, _ in _blocks(problem, operands, rows):
         total[b, h, columns] += P.sum(axis=0)
@@ -122,7 +121,7 @@ def row_stats(q: Any, k: Any, **options: Any) -> RowStats:
     """
     problem, operands = _parse("row_stats", q, k, options)
     xp = module_of(operands.q)
-    rows = _checked_rows(problem, operands, None)
+    rows = _rows(problem, operands, None)
     entropy = xp.zeros(rows.shape, problem.accumulator)
     max_score = xp.full(rows.shape, -np.inf, problem.accumulator)
     for b, h, place, _, logits, P, lse in _blocks(problem, operands, rows):
@@ -140,32 +139,11 @@ def _parse(where: str, q: Any, k: Any, options: dict[str, Any]) -> tuple[Problem
     return check("forward", {"q": q, "k": k, "v": k}, options, where=where)
 
 
-def _checked_rows(problem: Problem, operands: Operands, rows: Any) -> np.ndarray:
-    """Array rows to look at, (batch, heads, n) on the host; negative ones count from the end."""
-    batch = operands.q.shape[0]
-    if rows is None:
-        return reference.chosen(None, batch, problem.heads, problem.len_q)
-    try:
-        rows = to_host(rows)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CuflashError(f"attention_weights: rows is no array: {error}\n  Give whole numbers.") from None
-    try:
-        rows = reference.chosen(rows, batch, problem.heads, problem.len_q)
-        integers = rows.dtype.kind in "iu" or not rows.size
-    except (ValueError, IndexError):
-        integers = False
-    if not integers:
-        raise CuflashError(
-            f"attention_weights: rows has shape {rows.shape} and dtype {rows.dtype}\n"
-            f"  Give whole numbers (n,), or (batch or 1, heads or 1, n): batch {batch}, "
-            f"heads {problem.heads}."
-        )
-    if rows.size and not (-problem.len_q <= rows.min() and rows.max() < problem.len_q):
-        raise CuflashError(
-            f"attention_weights: rows reach from {rows.min()} to {rows.max()}\n"
-            f"  q has {problem.len_q} rows: give {-problem.len_q} to {problem.len_q - 1}."
-        )
-    return np.where(rows < 0, rows + problem.len_q, rows).astype(int)
+def _rows(problem: Problem, operands: Operands, rows: Any) -> np.ndarray:
+    """Array rows to look at, (batch, heads, n) on the host."""
+    return reference.chosen(
+        rows, operands.q.shape[0], problem.heads, problem.len_q, where="attention_weights"
+    )
 
 
 def _blocks(problem: Problem, operands: Operands, rows: np.ndarray) -> Iterator[tuple]:

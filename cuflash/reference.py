@@ -36,6 +36,7 @@ import numpy as np
 from cuflash import results
 from cuflash.arrays import module_of
 from cuflash.check import check
+from cuflash.errors import CuflashError
 from cuflash.philox import dropout_keep
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Arithmetic, Sequence, scores, sequences, slope_index, to_host
@@ -201,7 +202,7 @@ def backward(
     names = problem.gradients if rows is None else ("dq",)
     names = names if keys is None else ("dk", "dv")
     rows = chosen(rows, operands.q.shape[0], problem.heads, problem.len_q)
-    keys = chosen(keys, operands.q.shape[0], problem.heads_k, problem.len_k)
+    keys = chosen(keys, operands.q.shape[0], problem.heads_k, problem.len_k, "reference", "keys")
     grads = zero_gradients(problem, operands, rows.shape[2], keys.shape[2], arithmetic)
     for sequence, h in every_head(problem, operands):
         b, h_k = sequence.array_b, h // problem.group
@@ -306,10 +307,33 @@ def every_head(problem: Problem, operands: Operands) -> Iterator[tuple[Sequence,
             yield sequence, h
 
 
-def chosen(rows: Any, batch: int, heads: int, length: int) -> np.ndarray:
-    """Array rows to compute, (batch, heads, n): those asked for, or all."""
-    rows = np.arange(length) if rows is None else to_host(rows)
-    return np.broadcast_to(rows, (batch, heads, rows.shape[-1]))
+def chosen(
+    rows: Any, batch: int, heads: int, length: int, where: str = "reference", name: str = "rows"
+) -> np.ndarray:
+    """Array rows to compute, (batch, heads, n): those asked for, or all; negative ones count from the end.
+
+    where and name are what messages say.
+    """
+    if rows is None:
+        return np.broadcast_to(np.arange(length), (batch, heads, length))
+    do = f"Give whole numbers (n,), or (batch or 1, heads or 1, n): batch {batch}, heads {heads}."
+    try:
+        rows = to_host(rows)
+        if not rows.size:
+            rows = rows.astype(np.int64)
+        found = np.broadcast_to(rows, (batch, heads, rows.shape[-1]))
+    except (ValueError, IndexError, TypeError, AttributeError):
+        found = None
+    if found is None or found.dtype.kind not in "iu":
+        got = f"shape {rows.shape} and dtype {rows.dtype}" if hasattr(rows, "dtype") else f"type {type(rows)}"
+        raise CuflashError(f"{where}: {name} has {got}\n  {do}")
+    if found.size and not (-length <= found.min() and found.max() < length):
+        raise CuflashError(
+            f"{where}: {name} reach from {found.min()} to {found.max()}\n"
+            f"  There are {length}: give {-length} to {length - 1}."
+        )
+    found = found.astype(np.int64)
+    return np.where(found < 0, found + length, found)
 
 
 def within(xp: Any, rows: np.ndarray, start: int, length: int) -> tuple[np.ndarray, Any]:

@@ -332,3 +332,23 @@ def test_torch_tensors_on_a_gpu():
     tensors = [torch.from_numpy(x).cuda() for x in torch_arrays()]
     out = compat.scaled_dot_product_attention(*tensors, is_causal=True)
     close(out.get(), compat.scaled_dot_product_attention(*torch_arrays(), is_causal=True))
+
+
+ODD = [np.zeros(3), [1], "x", object(), 1j, float("nan")]
+NAMES = {
+    "flash_attn_func": ("dropout_p", "softmax_scale", "causal", "window_size", "softcap"),
+    "scaled_dot_product_attention": ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+    "dot_product_attention": ("scale", "is_causal", "local_window_size", "return_residual"),
+    "onnx_attention": (
+        "is_causal", "left_window_size", "right_window_size", "q_num_heads", "qk_matmul_output_mode", "scale",
+        "softcap", "softmax_precision", "n_outputs",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: type(odd).__name__)
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f in NAMES for name in NAMES[f]])
+def test_odd_arguments_are_refused_in_words(function, name, odd):
+    x = np.zeros((1, 3, 2, 4), np.float32)
+    with pytest.raises(cuflash.CuflashError):
+        getattr(compat, function)(x, x, x, **{name: odd})

@@ -115,6 +115,14 @@ def test_bad_rows(rows, said):
     assert said in str(error.value).lower() or said in str(error.value)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint64"])
+def test_rows_of_any_whole_dtype(dtype):
+    q = np.random.default_rng(0).standard_normal((1, 300, 1, 4))
+    rows = np.array([0, 7, 127] if dtype[0] == "u" else [0, -1, 127]).astype(dtype)
+    expected = cuflash.attention_weights(q, q, rows=rows.astype(int))
+    np.testing.assert_array_equal(cuflash.attention_weights(q, q, rows=rows), expected)
+
+
 @pytest.mark.parametrize("function", ["attention_weights", "key_importance", "row_stats"])
 def test_bad_input_names_the_function(function):
     with pytest.raises(cuflash.CuflashError, match=f"^{function}: "):

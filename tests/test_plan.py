@@ -430,6 +430,27 @@ def test_warmup_says_what_a_call_is(call, says):
         cuflash.warmup([call], device="sm_80")
 
 
+@pytest.mark.parametrize(
+    "calls, options, says",
+    [
+        (None, {}, "specs has the type NoneType"),
+        ([], {"threads": -1}, "threads is -1"),
+        ([], {"threads": "2"}, "threads is '2'"),
+        ([], {"progress": 3}, "progress is 3"),
+        ([np.zeros((9, 9))], {}, "an object of type ndarray is no call"),
+    ],
+)
+def test_warmup_says_what_it_needs(calls, options, says):
+    with pytest.raises(CuflashError, match=f"warmup: {says}"):
+        cuflash.warmup(calls, device="sm_80", **options)
+
+
+def test_explain_takes_a_direction():
+    q = cuflash.spec((1, 64, 2, 32), "float16")
+    with pytest.raises(CuflashError, match="explain: backward is 'no'"):
+        explain(q, q, q, backward="no")
+
+
 @pytest.mark.skipif(devices.gpu_count() > 0, reason="with a GPU, warmup has a device")
 def test_warmup_without_a_gpu_wants_a_name():
     with pytest.raises(CuflashError, match=r'there is no GPU here.*\n.*device="sm_90a"'):

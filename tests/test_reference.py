@@ -469,3 +469,18 @@ def test_long_sequences_on_chosen_rows():
     for h in range(2):
         np.testing.assert_allclose(dq[0, :, h].get(), whole.dq[0, rows[0, h], h].get(), atol=1e-10)
         np.testing.assert_allclose(dk[0, :, h].get(), whole.dk[0, keys[0, h], h].get(), atol=1e-10)
+
+
+@pytest.mark.parametrize("chosen", [[99], [-7], "x", [0.5], np.zeros((3, 1, 2), int), 7, {}])
+@pytest.mark.parametrize("name", ["rows", "keys"])
+def test_rows_that_are_not_there_are_refused(name, chosen):
+    q = np.zeros((1, 6, 2, 4))
+    with pytest.raises(cuflash.CuflashError, match=f"^reference: {name} "):
+        lse = np.zeros((1, 2, 6))
+        reference.attention_backward(q, q, q, q, q, lse, **{name: chosen})
+
+
+def test_rows_count_from_the_end_too():
+    q = np.random.default_rng(0).standard_normal((1, 6, 2, 4))
+    whole = reference.attention(q, q, q, causal=True)
+    np.testing.assert_array_equal(reference.attention(q, q, q, causal=True, rows=[-1, 0]), whole[:, [5, 0]])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cuflash.arrays import convert
 from cuflash.errors import CuflashError
 
@@ -29,9 +31,21 @@ def mask_or_bias(where: str, attn_mask: Any) -> dict[str, Any]:
     return {"mask" if attn_mask.dtype == bool else "bias": attn_mask}
 
 
+def is_number(value: Any, number: float) -> bool:
+    """Whether value is this number: what is not a number, an array too, is left for check.py to refuse."""
+    return isinstance(value, (int, float, np.number)) and value == number
+
+
+def flag(where: str, name: str, value: Any) -> bool:
+    """True or False, which may be written 1 and 0."""
+    if not any(is_number(value, n) for n in (0, 1)) and not isinstance(value, np.bool_):
+        raise CuflashError(f"{where}: {name} is {value!r}\n  Give True or False.")
+    return bool(value)
+
+
 def dropout(where: str, p: float, seed: Any) -> tuple | None:
     """cuflash's dropout= from a probability and a seed: there is no hidden generator."""
-    if p == 0:
+    if is_number(p, 0):
         return None
     if seed is None:
         raise CuflashError(

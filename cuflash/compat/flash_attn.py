@@ -124,13 +124,13 @@ def _options(
 ) -> dict[str, Any]:  # fmt: skip
     """The options of `cuflash.attention`: -1 in a window and a softcap of 0 are None there."""
     if isinstance(window_size, (tuple, list)):
-        window_size = tuple(None if n == -1 else n for n in window_size)
+        window_size = tuple(None if arguments.is_number(n, -1) else n for n in window_size)
     return dict(
         dropout=arguments.dropout(where, dropout_p, seed),
         scale=softmax_scale,
         causal=causal,
         window=window_size,
-        softcap=softcap or None,
+        softcap=None if arguments.is_number(softcap, 0) else softcap,
         alibi_slopes=alibi_slopes,
     )
 

@@ -39,6 +39,7 @@ def dot_product_attention(
     CuflashError as `cuflash.attention` does.
     """
     where = "dot_product_attention"
+    return_residual = arguments.flag(where, "return_residual", return_residual)
     query, key, value = arguments.arrays(where, query=query, key=key, value=value)
     if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
         raise CuflashError(

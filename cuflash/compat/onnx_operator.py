@@ -69,9 +69,11 @@ def onnx_attention(
     options = dict(
         layout="bhsd",
         scale=scale,
-        softcap=softcap or None,
-        causal=bool(is_causal),
-        window=tuple(None if n == -1 else n for n in (left_window_size, right_window_size)),
+        softcap=None if arguments.is_number(softcap, 0) else softcap,
+        causal=arguments.flag(WHERE, "is_causal", is_causal),
+        window=tuple(
+            None if arguments.is_number(n, -1) else n for n in (left_window_size, right_window_size)
+        ),
         query_offset=offset if nonpad_kv_seqlen is None else None,  # None: each sequence's own length - len_q
         key_lengths=nonpad_kv_seqlen,
         **_mask(attn_mask, K.shape[2], Q.dtype),
@@ -99,12 +101,12 @@ def _check(past_key: Any, past_value: Any, lengths: Any, mode: int, precision: i
             f"{WHERE}: nonpad_kv_seqlen with past_key\n"
             "  Give past keys and values, or K and V as the whole cache with nonpad_kv_seqlen."
         )
-    if mode not in (0, 1, 2, 3):
+    if not any(arguments.is_number(mode, n) for n in (0, 1, 2, 3)):
         raise CuflashError(f"{WHERE}: qk_matmul_output_mode is {mode!r}\n  Give 0, 1, 2 or 3.")
-    if precision is not None and precision not in PRECISIONS:
+    if precision is not None and not any(arguments.is_number(precision, code) for code in PRECISIONS):
         known = ", ".join(f"{code} ({name})" for code, name in PRECISIONS.items())
         raise CuflashError(f"{WHERE}: softmax_precision is {precision!r}\n  Give one of {known}.")
-    if n not in (1, 2, 3, 4):
+    if not any(arguments.is_number(n, count) for count in (1, 2, 3, 4)):
         raise CuflashError(f"{WHERE}: n_outputs is {n!r}\n  Give 1, 2, 3 or 4.")
 
 

@@ -42,6 +42,7 @@ def scaled_dot_product_attention(
             "  Give (batch, heads, len, head_dim) each, or all without batch, or without batch and heads."
         )
     query, key, value = (x[(None,) * (4 - n_axes)] for x in (query, key, value))
+    enable_gqa = arguments.flag(where, "enable_gqa", enable_gqa)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise CuflashError(
             f"{where}: query has {query.shape[1]} heads, key has {key.shape[1]}\n"
