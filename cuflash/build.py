@@ -29,7 +29,8 @@ INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
 CONDITIONAL = re.compile(r"^[ \t]*#[ \t]*(ifdef|ifndef|if|else|elif|endif)\b(.*)")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 STEM_FLAGS = (
-    "CAUSAL", "WINDOW", "PACKED", "SOFTCAP", "ALIBI", "MASK", "BLOCK_MASK", "SINK", "DROPOUT", "DETERMINISTIC",
+    "CAUSAL", "WINDOW", "PACKED", "SOFTCAP", "ALIBI", "MASK", "BLOCK_MASK", "SINK", "DROPOUT",
+    "DETERMINISTIC",
 )  # fmt: skip
 DTYPE_NAMES = {0: "f16", 1: "bf16", 2: "f32", 3: "f64"}
 # One lock per key: threads that want the same build wait for one of them to make it.
