@@ -62,7 +62,11 @@ def overlay(folder: Path, path: Path) -> Path:
 
 def entry_of(path: Path) -> str:
     """The first entry point that a file defines.  Raises CuflashError when there is none."""
-    for name in emulator.compiler.entry_points(path.read_text(encoding="utf-8")):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CuflashError(f"lab: {path} cannot be read as text: {error}") from None
+    for name in emulator.compiler.entry_points(text):
         return name
     raise CuflashError(f"lab: {path} defines no entry point: KERNEL(threads, blocks) name(...).")
 

@@ -135,6 +135,7 @@ def test_what_does_not_compile_says_where(changed, capsys):
     [
         (None, "is not there"),
         ("int nothing;\n", "defines no entry point"),
+        (b"\xff\xfe\0", "cannot be read as text"),
         (
             "KERNEL(32, 1) fwd_77_dream(const __grid_constant__ Args args) {}\n",
             "no row of the plan table runs",
@@ -144,7 +145,7 @@ def test_what_does_not_compile_says_where(changed, capsys):
 def test_files_that_are_no_kernel(text, says, tmp_path, capsys):
     path = tmp_path / "x.cu"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert cli.main(["lab", str(path)]) == 2
     assert says in capsys.readouterr().err
 
