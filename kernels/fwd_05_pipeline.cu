@@ -13,18 +13,22 @@
 //                  m, l, O <- rescale    scale is part of the exponent's multiply-add where nothing is added
 //                  O += P V              P = S packed to 16 bits; V is transposed by ldmatrix
 //                O / l -> O_gmem      m + log l -> lse
-// Grid         x: split + n_splits * (head + heads * slot), slot: positions.cuh, heaviest tiles first.
+// Grid         x: split + n_splits * tile.  Tiles by sections of heads whose K and V fit the L2 cache, the
+//              heaviest of a section first (lib/sections.cuh).
 //              Where query tiles are too few to fill the GPU, blocks share the keys of a tile: each writes a
 //              part, and pass_merge puts them together
 // Tile         TILE_Q x TILE_KV x HEAD_DIM; a warp owns TILE_Q / n_warps rows, a quad of lanes shares a row
 // Shared       in 16 bits, permuted: Q [TILE_Q, HEAD_DIM] | K [2][TILE_KV, HEAD_DIM] |
 //              V [2][TILE_KV, HEAD_DIM_V]; behind them the kept blocks, where elements ask for them
+// Registers    per thread, of 16 rows a warp: S TILE_KV / 2 and O HEAD_DIM_V / 2 floats.  No spills without
+//              options
 // Bytes        per block: Q once, K and V of its key range, O once
 // Barriers     1 block_sync a key tile: "tile j is there, and everyone has used tile j - 1"
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
 #include "lib/blocks.cuh"
 #include "lib/fragments.cuh"
+#include "lib/sections.cuh"
 
 using Walk = BlockWalk<tile_q, tile_kv, block_q, block_kv>;
 constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
@@ -43,7 +47,7 @@ KERNEL(n_threads, 1) fwd_05_pipeline(const __grid_constant__ Args args) {
   const int thread = threadIdx.x, lane = thread % 32;
   const int warp_row = thread / 32 * row_blocks * 16;   // of the warp's first row in the tile
   const i64 n_shares = is_split ? n_splits : 1, split = blockIdx.x % n_shares;
-  const QueryTile own = query_tile_of(args, blockIdx.x / n_shares, tile_q);
+  const QueryTile own = query_tile_in_section<elem>(args, blockIdx.x / n_shares, tile_q);
   if (!own.exists) return;
   const Sequence& seq = own.seq;
   const i32 i0 = own.i0, i1 = smallest(i0 + tile_q, seq.len_q);

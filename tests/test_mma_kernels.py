@@ -82,12 +82,14 @@ def test_what_cannot_be_read_16_bytes_at_a_time_is_read_in_place(row):
     assert all(view.strides[1] % 16 for view in views)
     assert cuflash.explain(*views, kernel=row).copies == ()
     found = cuflash.attention(*views, kernel=row, causal=True)
-    assert np.array_equal(found, cuflash.attention(*map(np.ascontiguousarray, views), kernel=row, causal=True))
+    assert np.array_equal(
+        found, cuflash.attention(*map(np.ascontiguousarray, views), kernel=row, causal=True)
+    )
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 40.0])
 def test_scales_of_any_sign_and_size(scale):
-    """A scale above 0 waits for the softmax's multiply-add, the others do not: the maximum would turn round."""
+    """A scale above 0 waits for the softmax, the others do not: the maximum would turn round."""
     arrays = draw((1, 70, 100, 1, 1, 32, 32), "bfloat16")
     options = {"causal": True, "scale": scale}
     judge = Judge(Call(*arrays, dout=arrays[0], dlse=None, options=options, build=Build(dtype="bfloat16")))
@@ -117,7 +119,7 @@ def test_hidden_blocks_are_not_read(block):
 
 
 def test_packed_sequences_of_every_length():
-    """Empty, single-row, exact and ragged sequences, bit for bit as alone; rows past the last one are zero."""
+    """Empty, single-row, exact, ragged sequences: bit for bit as alone; rows past the last one are zero."""
     lengths_q, lengths_k = [0, 1, 128, 5, 0, 129, 1], [3, 0, 64, 70, 0, 1, 65]
     cu_q, cu_k = (np.concatenate([[0], np.cumsum(n)]) for n in (lengths_q, lengths_k))
     q, k, v = (array[0] for array in draw((1, cu_q[-1] + 7, cu_k[-1] + 3, 2, 1, 32, 32), "bfloat16"))
