@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
@@ -16,6 +17,8 @@ from cuflash.problem import Operands, Problem
 from cuflash.results import Gradients
 
 __all__ = ["Gradients", "Options", "attention", "attention_backward", "attention_vjp", "explain"]
+
+log = logging.getLogger("cuflash")
 
 
 class Options(TypedDict, total=False):
@@ -301,6 +304,7 @@ def _run_in_numpy(problem: Problem, operands: Operands) -> dict[str, Any]:
     """Every result by name, in canonical views."""
     from cuflash import tiled
 
+    log.debug("plan: tiled for %s on CPU (NumPy)", problem.direction)
     results.allocate_missing(problem, operands, np)
     if problem.direction == "forward":
         tiled.forward(problem, operands)

@@ -163,7 +163,8 @@ def add_explain(commands) -> None:
     made.add_argument("--kernel", metavar="ROW", help="a kernel by name")
     made.add_argument("--device", metavar="D", help="sm_90a (need not be here), cuda:0, emulated, host")
     made.add_argument("--compile", action="store_true", help="with registers, spills and blocks per SM")
-    made.add_argument("--run", choices=("emulated",), help="also run it, on random numbers, in the emulator")
+    made.add_argument("--run", nargs="?", const="emulated", choices=("emulated",),
+                      help="also run it, on random numbers, in the emulator")  # fmt: skip
     options = made.add_argument_group("options of the call")
     options.add_argument("--causal", action="store_true")
     options.add_argument("--window", type=edge, nargs=2, metavar=("LEFT", "RIGHT"), help="numbers, or none")

@@ -177,7 +177,9 @@ def check(options: argparse.Namespace) -> int:
             )
         print(f"{n} compiled kernels from {options.cubins}")
     task = checks.task(options.rows, options.quick, options.dtypes, options.cases, xp)
-    print(f"{len(task)} checks on {where}", flush=True)
+    named = xp is np and {*task.forward, *task.backward} != {checks.NUMPY}
+    emulated = f", kernels of {build.kernels_directory()} in the emulator" if named else ""
+    print(f"{len(task)} checks on {where}{emulated}", flush=True)
     if xp is not np:
         compile_ahead(checks.jobs(task, devices.find(None)))
     start = time.perf_counter()
@@ -315,11 +317,13 @@ def cache_list(options: argparse.Namespace) -> int:
     for entry in found:
         report = entry.report
         resources = list(report.get("entries", {}).values())
-        registers = max((r["registers"] for r in resources), default=0)
-        spills = max((r["spill_stores"] + r["spill_loads"] for r in resources), default=0)
-        nvrtc = ".".join(map(str, report.get("nvrtc", [])))
-        made.add_row(entry.path.name, f"{entry.n_bytes / 1e3:.0f}", str(registers), str(spills), nvrtc,
-                     f"{report.get('seconds', 0):.1f}")  # fmt: skip
+        registers = max((r["registers"] for r in resources), default="-")  # "-": built for the emulator
+        spills = max((r["spill_stores"] + r["spill_loads"] for r in resources), default="-")
+        nvrtc = ".".join(map(str, report.get("nvrtc", "-")))
+        seconds = f"{report['seconds']:.1f}" if "seconds" in report else "-"
+        made.add_row(
+            entry.path.name, f"{entry.n_bytes / 1e3:.0f}", str(registers), str(spills), nvrtc, seconds
+        )
     if found:
         console().print(made)
     print(cache_line())

@@ -226,6 +226,14 @@ def test_warm_calls_refuse_as_cold_ones(gpu):
         cuflash.attention(q, q, q, key_lengths=[17, 3])
 
 
+def test_the_logger_says_what_ran_in_numpy(caplog):
+    caplog.set_level("DEBUG", "cuflash")
+    _, vjp = cuflash.attention_vjp(Q, K, V)
+    vjp(DOUT)
+    said = [record.message for record in caplog.records]
+    assert said == [f"plan: tiled for {direction} on CPU (NumPy)" for direction in ("forward", "backward")]
+
+
 @pytest.mark.gpu
 def test_layouts_and_packed_on_a_gpu(gpu):
     q, k, v = (gpu.asarray(swapped(x)) for x in (Q, K, V))

@@ -281,8 +281,9 @@ def test_explain_runs_in_the_emulator(capsys):
         "--causal",
         "--sink",
     )
-    code, out, _ = run(capsys, "explain", *arguments, "--kernel", "fwd_02_tiled", "--run", "emulated")
-    assert code == 0 and "passed" in out and "lse" in out
+    for value in (["emulated"], []):
+        code, out, _ = run(capsys, "explain", *arguments, "--kernel", "fwd_02_tiled", "--run", *value)
+        assert code == 0 and "passed" in out and "lse" in out
 
 
 # ---- cache
@@ -293,6 +294,15 @@ def test_cache(capsys, empty_cache):
     code, out, _ = run(capsys, "cache", "list")
     assert code == 0 and "0 builds" in out
     assert run(capsys, "cache", "clear")[:2] == (0, f"0 builds deleted from {empty_cache}\n")
+
+
+def test_cache_list_claims_nothing_of_the_emulator(capsys, empty_cache):
+    """A build for the CPU has no registers to tell, and no seconds: they are not 0."""
+    empty_cache.mkdir()
+    (empty_cache / "emulated-dream-12345678.so").write_bytes(b"0" * 2000)
+    (empty_cache / "emulated-dream-12345678.json").write_text('{"file": "emulated-dream-12345678.so"}')
+    line = next(x for x in run(capsys, "cache", "list")[1].splitlines() if "dream" in x)
+    assert line.split()[1:] == ["2", "-", "-", "-", "-"]
 
 
 def test_cache_build_and_take_along(capsys, empty_cache, tmp_path, monkeypatch):
