@@ -91,12 +91,11 @@ def _reordered(row: tuple[Any, ...]) -> tuple[Any, ...]:
 @functools.cache
 def gpu(index: int) -> Device:
     """The GPU with this CUDA device number.  Raises CuflashError when it is not there."""
-    cupy = _cupy()
-    count = gpu_count()
+    count = gpu_count()  # 0 without CuPy
     if not 0 <= index < count:
         do = "Numbers count from 0; `cuflash info` lists them."
         raise CuflashError(f"CUDA device {index} is not there; this machine has {count}\n  {do}")
-    properties = cupy.cuda.runtime.getDeviceProperties(index)
+    properties = _cupy().cuda.runtime.getDeviceProperties(index)
     arch = 10 * properties["major"] + properties["minor"]
     figures = max((row for row in _TABLE if row[0] <= arch), default=_TABLE[0])
     name = properties["name"]

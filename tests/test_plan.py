@@ -5,6 +5,7 @@ import itertools
 import logging
 import pickle
 import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -332,7 +333,7 @@ def test_text(table):
         "              head_dim 64, head_dim_v 64, bfloat16, results bfloat16\n"
         "              with causal\n"
         "  idea        an idea\n"
-        "  tile        TILE_Q 64, TILE_KV 64, HEAD_DIM 64, HEAD_DIM_V 64, 4 warps, 1 stages\n"
+        "  tile        TILE_Q 64, TILE_KV 64, HEAD_DIM 64, HEAD_DIM_V 64, 4 warps, 1 stage\n"
         "  launch      fwd_05_pipeline: 80 blocks of 128 threads, 8,192 bytes of shared memory\n"
         "  workspace   v (2, 300, 8, 64) bfloat16, 614,400 bytes\n"
         "              614,400 bytes in all\n"
@@ -404,6 +405,15 @@ def test_plans_can_be_pickled_and_copied_after_they_ran():
 def test_a_gpu_that_is_not_there():
     with pytest.raises(CuflashError, match=r"CUDA device 99 is not there; this machine has \d+"):
         devices.find(99)
+
+
+def test_a_gpu_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    q = cuflash.spec((1, 64, 2, 32), "float16")
+    with pytest.raises(CuflashError, match="CUDA device 98 is not there; this machine has 0"):
+        explain(q, q, q, device="cuda:98")
+    with pytest.raises(CuflashError, match="CUDA device 98 is not there"):
+        cuflash.dropout_mask(1, 1, 2, 3, (0.5, 7), device=98)
 
 
 # ---- warmup
