@@ -53,7 +53,8 @@ def pairs(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.main is not None:
         params = dict(plan.main.params)
         tile = ", ".join(f"{name} {params[name]}" for name in ("TILE_Q", "TILE_KV", "HEAD_DIM", "HEAD_DIM_V"))
-        yield "tile", f"{tile}, {params['N_WARPS']} warps, {params['N_STAGES']} stages"
+        stages = "1 stage" if params["N_STAGES"] == 1 else f"{params['N_STAGES']} stages"
+        yield "tile", f"{tile}, {params['N_WARPS']} warps, {stages}"
     for launch in plan.launches:
         grid = " x ".join(f"{n:,}" for n in launch.grid if n > 1) or "1"
         shared = f"{launch.smem_bytes:,} bytes of shared memory"
