@@ -3,6 +3,10 @@
 An array passes when its largest error is at most
 
     2 x (largest error of the baseline) + 4 eps(accumulation dtype) x max |reference|
+    + 256 x the smallest normal number of the accumulation dtype (3e-36 in float32)
+
+The last term is for results that consist of underflow: below the smallest normal number exponentials and
+atomic adds of a GPU flush to zero, so that a sum of such numbers has no digits to compare.
 
 The reference is `cuflash.reference` in float64 (np.longdouble for float64 inputs).  The baseline is
 `reference.unfused(dtype)`: the same mathematics as a plain library computes it, rounded to the dtype
@@ -22,6 +26,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+UNDERFLOWS = 256  # numbers of a sum that may have been flushed to zero
 
 AXES = {
     "lse": "batch head i",
@@ -66,7 +72,8 @@ def limit_of(reference: np.ndarray, baselines: Sequence[Any], accumulator: str) 
         baseline = to_numpy(baseline).astype(reference.dtype)
         both = finite & np.isfinite(baseline)
         error = max(error, np.max(np.abs(baseline[both] - reference[both]), initial=0))
-    return 2 * error + 4 * np.finfo(accumulator).eps * largest, error
+    accuracy = np.finfo(accumulator)
+    return 2 * error + 4 * accuracy.eps * largest + UNDERFLOWS * accuracy.smallest_normal, error
 
 
 def allowed_kinds(

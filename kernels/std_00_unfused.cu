@@ -184,9 +184,12 @@ KERNEL(n_threads, 1) std_00_unfused__probabilities(const __grid_constant__ Args 
   const Global<acc> S(args.workspace[0]);
   const i64 i = row % args.len_q, h = row / args.len_q % args.heads, b = row / args.len_q / args.heads;
   const acc lse = Global<acc>(args.lse.data).load(index_of(args.lse, b, h, i));
-  const acc reference = finite_max(lse) * static_cast<acc>(SCORE_UNIT);   // empty row: all S are -inf, P is 0
-  for (i64 j = lane; j < args.len_k; j += 32)
-    S.store(row * args.len_k + j, exp_score(S.load(row * args.len_k + j) - reference));
+  const double reference = static_cast<double>(finite_max(lse)) * SCORE_UNIT;   // rounded: row shifts
+  for (i64 j = lane; j < args.len_k; j += 32) {
+    const acc s = S.load(row * args.len_k + j);
+    // Hidden, and every score of an empty row: 0, even where lse is NaN.
+    S.store(row * args.len_k + j, s == NEG_INF ? acc(0) : exp_score(static_cast<acc>(s - reference)));
+  }
 }
 
 KERNEL(n_threads, 1) std_00_unfused__dscores(const __grid_constant__ Args args) {
@@ -199,15 +202,21 @@ KERNEL(n_threads, 1) std_00_unfused__dscores(const __grid_constant__ Args args) 
 
   const TileSource place = scores_at(args, own.b, own.h, own.row, own.col);
   const Global<acc> P(args.workspace[0]), delta(args.delta.data);
+  const Sequence seq = sequence_of(args, own.b);
 #pragma unroll
   for (int r = 0; r < ScorePart::rows; ++r) {
     const int row = part.row(r);
     if (row >= place.rows) continue;
+    const Range keys = visible_keys(args, seq, own.row + row);
     const acc delta_row = delta.load(index_of(args.delta, own.b, own.h, own.row + row));
     const i64 first = place.base + row * place.stride;
 #pragma unroll
-    for (int c = 0; c < ScorePart::cols; ++c)
-      if (part.col(c) < place.cols) dS[r][c] = P.load(first + part.col(c)) * (dS[r][c] - delta_row);
+    for (int c = 0; c < ScorePart::cols; ++c) {
+      if (part.col(c) >= place.cols) continue;
+      const i32 j = own.col + part.col(c);
+      const bool seen = j >= keys.begin && j < keys.end;   // if not, 0, even where delta is NaN
+      dS[r][c] = seen ? P.load(first + part.col(c)) * (dS[r][c] - delta_row) : acc(0);
+    }
   }
   store_block<acc>(part, dS, 1, args.workspace[1], place);
 }

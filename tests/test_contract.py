@@ -180,6 +180,24 @@ def test_a_key_that_bias_hides_gets_nothing_from_a_row_of_nan(row):
         assert not found[1].any() and found[2:].all(), name
 
 
+@pytest.mark.parametrize(
+    "row", [None, *rows.BACKWARD], ids=lambda row: getattr(row, "name", "numpy") if row else "numpy"
+)
+def test_a_key_hidden_by_position_gets_nothing_from_rows_of_nan(row):
+    """Key 0 makes every row NaN; key 3 lies after the last query."""
+    q, k = np.ones((1, 3, 1, 16), np.float32), np.ones((1, 4, 1, 16), np.float32)
+    v = k.copy()
+    v[0, 0] = np.nan
+    options = dict(causal=True, query_offset=0)
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    assert np.isnan(out).all()
+    kernel = None if row is None else row.name
+    gradients = cuflash.attention_backward(q, q, k, v, out, lse, kernel=kernel, **options)
+    for name in ("dk", "dv"):
+        assert (getattr(gradients, name)[0, 3] == 0).all(), name
+    assert np.isnan(gradients.dk[0, :3]).all()
+
+
 # ---- a bias or mask that does not reach the longest sequence, which only lengths on a device allow
 
 
