@@ -20,7 +20,8 @@ from cuflash import features, records, rows
 from cuflash.bench.against import card
 from cuflash.bench.profile import UTILISATION
 from cuflash.bench.report import UNITS, columns, digits, percent, value
-from cuflash.bench.shapes import SUITES, Shape
+from cuflash.bench.shapes import SUITES, Shape, Sizes
+from cuflash.bench.shapes import suite as suite_of
 from cuflash.errors import CuflashError
 
 FILES = ("README.md", "kernels/README.md")
@@ -90,7 +91,7 @@ def render(name: str, found: Sequence[Record]) -> str:
 
 def chosen(suite: str, found: Sequence[Record]) -> list[Cell]:
     """Results of a suite: of the card measured last, each shape from the newest record that has it."""
-    mine = [r for r in found if r.get("suite") == suite and not r.get("own") and r.get("results")]
+    mine = [r for r in found if r.get("suite") == suite and r.get("results") and _is_of_its_suite(r)]
     if not mine:
         return []
     device = card(mine[-1])
@@ -109,6 +110,14 @@ def chosen(suite: str, found: Sequence[Record]) -> list[Cell]:
         return order[s["direction"]], s["dtype"], s["head_dim"], s["len_q"], s["len_k"], s["batch"], causal
 
     return sorted(cells.values(), key=place)
+
+
+def _is_of_its_suite(record: Record) -> bool:
+    """Its shapes are the suite's, all or some of them, whatever kernels and peers were named."""
+    if not record.get("own"):
+        return True
+    there = [Shape.from_json(one["shape"]) for one in record["results"]]
+    return set(there) <= set(suite_of(record["suite"], Sizes(), record["place"], there[0].dtype).shapes)
 
 
 def is_stale(line: dict[str, Any], stale: set[str]) -> bool:
