@@ -35,7 +35,7 @@ class Trace:
 
     launches: emulator.Record per kernel, in order.  arrays: name -> (read, written, added) bytes of all
     launches together; added means atomics and reduce-adds; one array given as several is "q = k = v".
-    results: what the call returned.
+    results: what the call returned: (out, lse), or Gradients with dout.
     """
 
     def __init__(self, launches: tuple[Any, ...], shapes: dict[str, Any], results: Any) -> None:
@@ -146,7 +146,7 @@ def trace(
         out, lse = attention(q, k, v, return_lse=True, **_forward_only(options))
     with emulator.options(timeline=True, seed=seed), emulator.recording() as records:
         if dout is None:
-            results = attention(q, k, v, kernel=name, return_lse=True, **options)
+            results = attention(q, k, v, **{**options, "kernel": name, "return_lse": True})
         else:
             results = attention_backward(dout, q, k, v, out, lse, kernel=name, **options)
     shapes = {name: _steps(array, options.get("layout", "bshd")) for name, array in given.items()}

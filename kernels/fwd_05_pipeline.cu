@@ -1,6 +1,6 @@
 // fwd_05_pipeline.cu - attention forward on tensor cores, K and V double-buffered.   sm_80 and later
 //
-// Read after   fwd_04_swizzle.cu          Read next   fwd_06_wgmma.cu
+// Read after   fwd_04_swizzle.cu          Read next   nothing yet: the last forward rung
 // Changes      K and V have two stages: tile j + 1 is asked for before tile j is used, and one barrier a tile
 //              is left.  Every option of the contract
 //

@@ -92,3 +92,9 @@ def test_an_array_given_as_three_is_found_by_each_name():
 def test_only_numpy_arrays_are_traced():
     with pytest.raises(CuflashError, match="needs a NumPy array"):
         cuflash.trace([1.0], [1.0], [1.0])
+
+
+def test_results_always_hold_the_lse():
+    q = np.ones((1, 8, 1, 16), np.float32)
+    out, lse = cuflash.trace(q, q, q, return_lse=True).results
+    assert (out.shape, lse.shape) == ((1, 8, 1, 16), (1, 1, 8))
