@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
+from close import Judge
+from problems import Build, list_of_calls
 
 import cuflash
 from cuflash import checks, emulator
 from cuflash.arrays import numpy_dtype
 from cuflash.cases import cases
 from cuflash.emulator.module import recording
-from tests.close import Judge
-from tests.problems import Build, list_of_calls
 
 ROWS = ("bwd_01_naive", "bwd_02_tiled")
 QUICK = {case.name: case for case in cases(quick=True)}
