@@ -228,7 +228,8 @@ def backward(
             dS = arithmetic.round(xp.where(visible, P * (dP - delta[:, None]), 0))
 
             ZP = xp.where(Z == 0, 0, Z * P)
-            grads["dv"][b, key_place, h_k] += sum_over_visible(ZP.T, dO, visible.T, arithmetic)
+            dv = grads["dv"][b, key_place, h_k]
+            grads["dv"][b, key_place, h_k] = sum_over_visible(ZP.T, dO, visible.T, arithmetic, dv)
             if problem.bias is not None:
                 add_to_bias(grads["dbias"], sequence, h, i, j, dS)
             if problem.has_alibi:
@@ -238,7 +239,8 @@ def backward(
                 grads["dsink"][h] -= (xp.exp(sink_of(operands, h, arithmetic) - lse) * delta).sum()
             dS = dS * (problem.scale * dcap)
             grads["dq"][b, place, h] = sum_over_visible(dS, K, visible, arithmetic)
-            grads["dk"][b, key_place, h_k] += sum_over_visible(dS.T, Q, visible.T, arithmetic)
+            dk = grads["dk"][b, key_place, h_k]
+            grads["dk"][b, key_place, h_k] = sum_over_visible(dS.T, Q, visible.T, arithmetic, dk)
     dtypes = dict.fromkeys(("dq", "dk", "dv"), result_dtype(problem, arithmetic))
     dtypes |= {"dbias": problem.bias, "dsink": problem.accumulator, "dalibi_slopes": problem.accumulator}
     return {name: arithmetic.round_result(grads[name], dtypes[name]) for name in names}
@@ -277,14 +279,16 @@ def add_to_bias(dbias: Any, sequence: Sequence, h: int, i: Any, j: Any, dS: Any)
 # ---- shared by both
 
 
-def sum_over_visible(weights: Any, values: Any, visible: Any, arithmetic: Arithmetic) -> Any:
-    """weights (n, m) @ values (m, d) over visible pairs alone: the 0 of a hidden pair never meets a NaN."""
+def sum_over_visible(
+    weights: Any, values: Any, visible: Any, arithmetic: Arithmetic, onto: Any = 0
+) -> Any:  # fmt: skip
+    """onto + weights (n, m) @ values (m, d), visible pairs alone: a hidden pair's 0 never meets a NaN."""
     xp = module_of(values)
     weights = xp.where(visible, weights, 0)
     finite = xp.isfinite(values).all(axis=1)
     if bool(finite.all()):
-        return arithmetic.product(weights, values)
-    total = arithmetic.product(weights, xp.where(finite[:, None], values, 0))
+        return arithmetic.product(weights, values, onto)
+    total = arithmetic.product(weights, xp.where(finite[:, None], values, 0), onto)
     for m in np.flatnonzero(~to_host(finite)):
         total = total + xp.where(visible[:, m, None], weights[:, m, None] * values[m], 0)
     return total

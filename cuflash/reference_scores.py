@@ -69,20 +69,20 @@ class Arithmetic:
             return _round_tf32(x)
         return x.astype(numpy_dtype(dtype)).astype(self.accumulate)
 
-    def product(self, A: Any, B: Any) -> Any:
-        """A @ B.  In float32, sums grow one number after the other, as in the threads of a matrix product.
+    def product(self, A: Any, B: Any, onto: Any = 0) -> Any:
+        """onto + A @ B.  In float32, sums grow one number after the other, as in threads of a matrix product.
 
         A library handed 64 rows of a long problem would split the sum to fill the GPU, and its error would
         not be that of unfused attention over all rows: several times smaller on an H200 at 16,384 keys.
         """
         if self.noise is None and self.accumulate == "float64":
-            return product(A, B)
+            return onto + product(A, B)
         if self.noise is None:
             total = product(A[:, :IN_ORDER], B[:IN_ORDER])
             for inner in range(IN_ORDER, A.shape[1], IN_ORDER):
                 total += product(A[:, inner : inner + IN_ORDER], B[inner : inner + IN_ORDER])
-            return total
-        total = module_of(A).zeros((A.shape[0], B.shape[1]), A.dtype)
+            return onto + total
+        total = module_of(A).zeros((A.shape[0], B.shape[1]), A.dtype) + onto
         for inner in self.noise.permutation(A.shape[1]).tolist():
             total += A[:, inner, None] * B[None, inner]
         return total

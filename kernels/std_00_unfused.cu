@@ -214,8 +214,8 @@ KERNEL(n_threads, 1) std_00_unfused__dscores(const __grid_constant__ Args args) 
     for (int c = 0; c < ScorePart::cols; ++c) {
       if (part.col(c) >= place.cols) continue;
       const i32 j = own.col + part.col(c);
-      const bool seen = j >= keys.begin && j < keys.end;   // if not, 0, even where delta is NaN
-      dS[r][c] = seen ? P.load(first + part.col(c)) * (dS[r][c] - delta_row) : acc(0);
+      const acc p = j >= keys.begin && j < keys.end ? P.load(first + part.col(c)) : acc(0);
+      dS[r][c] = p != 0 ? p * (dS[r][c] - delta_row) : acc(0);   // hidden: 0, even where dP or delta is NaN
     }
   }
   store_block<acc>(part, dS, 1, args.workspace[1], place);
