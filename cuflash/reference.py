@@ -231,12 +231,13 @@ def backward(
             dv = grads["dv"][b, key_place, h_k]
             grads["dv"][b, key_place, h_k] = sum_over_visible(ZP.T, dO, visible.T, arithmetic, dv)
             if problem.bias is not None:
-                add_to_bias(grads["dbias"], sequence, h, i, j, dS)
+                add_to_bias(grads["dbias"], sequence, h, i, j, dS, arithmetic)
             if problem.has_alibi:
                 index = slope_index(operands.alibi_slopes, sequence, h)
-                grads["dalibi_slopes"][index] -= (dS * distance).sum()
+                grads["dalibi_slopes"][index] -= arithmetic.total((dS * distance).ravel())
             if problem.has_sink:
-                grads["dsink"][h] -= (xp.exp(sink_of(operands, h, arithmetic) - lse) * delta).sum()
+                P_sink = xp.exp(sink_of(operands, h, arithmetic) - lse)
+                grads["dsink"][h] -= arithmetic.total(P_sink * delta)
             dS = dS * (problem.scale * dcap)
             grads["dq"][b, place, h] = sum_over_visible(dS, K, visible, arithmetic)
             dk = grads["dk"][b, key_place, h_k]
@@ -263,15 +264,17 @@ def zero_gradients(
     return {name: xp.zeros(shape, arithmetic.accumulate) for name, shape in shapes.items()}
 
 
-def add_to_bias(dbias: Any, sequence: Sequence, h: int, i: Any, j: Any, dS: Any) -> None:
+def add_to_bias(
+    dbias: Any, sequence: Sequence, h: int, i: Any, j: Any, dS: Any, arithmetic: Arithmetic
+) -> None:
     """dbias += dS of one block, summed over the axes along which bias was broadcast."""
     xp = module_of(dS)
     batch, heads, rows, keys = dbias.shape
     plane = dbias[sequence.b if batch != 1 else 0, h if heads != 1 else 0]
     if rows == 1:
-        dS, i = dS.sum(axis=0, keepdims=True), xp.zeros(1, int)
+        dS, i = arithmetic.total(dS, 0)[None], xp.zeros(1, int)
     if keys == 1:
-        dS, j = dS.sum(axis=1, keepdims=True), xp.zeros(1, int)
+        dS, j = arithmetic.total(dS, 1)[:, None], xp.zeros(1, int)
     dS = dS[i < rows][:, j < keys]  # positions that bias does not reach are hidden
     plane[i[i < rows][:, None], j[j < keys][None, :]] += dS
 

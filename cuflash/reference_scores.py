@@ -41,7 +41,7 @@ class Arithmetic:
 
     rounds_to="tf32" keeps 10 bits of the fraction, of the inputs too.  With noise, S, P, dP and dS move at
     random by up to the half unit that rounding would move them, the inputs by a unit of accumulate, and
-    products are summed one number at a time in a random order, as a loop without a library would.
+    sums grow one number at a time in a random order, as in a loop without a library.
     """
 
     accumulate: str = "float64"
@@ -86,6 +86,13 @@ class Arithmetic:
         for inner in self.noise.permutation(A.shape[1]).tolist():
             total += A[:, inner, None] * B[None, inner]
         return total
+
+    def total(self, x: Any, axis: int = 0) -> Any:
+        """x summed along an axis, which is left out."""
+        if self.noise is None or not x.shape[axis]:
+            return x.sum(axis=axis)
+        order = module_of(x).asarray(self.noise.permutation(x.shape[axis]))
+        return module_of(x).cumsum(x.take(order, axis=axis), axis=axis).take(-1, axis=axis)
 
     def _shake(self, x: Any, dtype: str) -> Any:
         """x moved by a random part, -1 to 1, of half a unit of dtype, of a whole unit of accumulate."""
