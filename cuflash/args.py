@@ -1,6 +1,7 @@
 """kernels/lib/args.cuh as a NumPy dtype, and a record of it filled from a plan and its operands.
 
-The C++ file is the only place where the layout is written down: this module reads it.
+The C++ files are the only place where the layout is written down: this module reads them.  maps.cuh puts
+tensor maps behind Args; maps.py fills them in.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cuflash import tensormap
 from cuflash.build import kernels_directory, strip_comments
 from cuflash.errors import CuflashError
 from cuflash.problem import Operands, Problem
@@ -22,6 +24,7 @@ _SCALARS = {
     "float": "f4", "double": "f8",
 }  # fmt: skip
 _STRUCT = re.compile(r"struct\s+(?:alignas\((\d+)\)\s+)?(\w+)\s*\{(.*?)\};", re.S)
+_MAP = re.compile(r"^\s*TensorMap\s+(\w+);", re.M)
 _FIELD = re.compile(r"^(?:const\s+)?(\w+)\s*(\*?)\s*(\w+)(?:\[(\d+)\])?$")
 
 # Field of Args -> name of the operand it describes.
@@ -66,6 +69,19 @@ def args_dtype() -> np.dtype:
 def args_bytes() -> int:
     """sizeof(Args)."""
     return args_dtype().itemsize
+
+
+@functools.cache
+def map_offsets() -> dict[str, int]:
+    """Name of a tensor map -> its byte offset in struct MappedArgs; "mapped": of the bits behind them."""
+    names = _MAP.findall(strip_comments((kernels_directory() / "lib" / "maps.cuh").read_text()))
+    start = -(-args_bytes() // 64) * 64
+    return {name: start + tensormap.BYTES * number for number, name in enumerate((*names, "mapped"))}
+
+
+def mapped_args_bytes() -> int:
+    """sizeof(MappedArgs)."""
+    return map_offsets()["mapped"] + 64  # a u64, and up to the next multiple of 64
 
 
 @functools.cache

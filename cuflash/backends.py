@@ -161,14 +161,14 @@ class Emulated:
     def launch_all(
         self, loaded: list[tuple[Any, Launch]], args: ArgsBuffer, buffers: Any = None, progress: Any = None
     ) -> None:
-        struct = (bytes(args.memory),)
+        memory = bytes(args.memory)
         blocks = [math.prod(launch.grid) for _, launch in loaded]
         for number, (function, launch) in enumerate(loaded):
             report = None
             if progress is not None:
                 before, total = sum(blocks[:number]), sum(blocks)
                 report = functools.partial(_report, progress, before, total)
-            smem = launch.smem_bytes
+            struct, smem = (memory[: launch.args_bytes],), launch.smem_bytes
             function(launch.grid, launch.block, struct, shared_mem=smem, buffers=buffers, progress=report)
 
     def zero(self, address: int, n_bytes: int) -> None:

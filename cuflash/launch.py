@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import args, backends
+from cuflash import args, backends, maps
 from cuflash import results as results_
 from cuflash.arrays import address, bounds, numpy_dtype
 from cuflash.errors import CuflashError
@@ -184,7 +184,9 @@ class Prepared:
             for offset, slot in zip(plan.offsets, plan.slots, strict=True)
             if slot.zero and slot.n_bytes
         ]
-        self._args = backends.ArgsBuffer(bytearray(self._template(operands).tobytes()))
+        record = self._template(operands)
+        self._args = backends.ArgsBuffer(bytearray(record.tobytes().ljust(maps.bytes_of(plan), b"\0")))
+        self._maps = maps.Maps(plan, record, self._args)
         self._blocks = self._set_blocks(operands)
         self._line = _line(plan)
 
@@ -252,6 +254,7 @@ class Prepared:
                 if operands is not None:
                     slots = self._slots(workspace)
                     self._stage(operands, slots)
+            self._maps.refresh()
             if plan.device.kind == "emulated":
                 buffers = self._buffers(arrays, results, slots)
                 backend.launch_all(self._loaded, self._args, buffers, operands and operands.progress)
@@ -260,7 +263,7 @@ class Prepared:
         if plan.copies and operands is not None:
             for number, copy in enumerate(plan.copies, plan.n_row_slots):
                 if copy.back:
-                    backend.copy(slots[number], args.operand(operands, copy.name))
+                    backend.copy(slots[number][..., : copy.dim], args.operand(operands, copy.name))
         return results
 
     def _fill_empty(self, results: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +313,8 @@ class Prepared:
         for name, shape, dtype in self._new:
             args.fill(record, name, results_.canonical(plan.problem, name, _hollow(shape, dtype)))
         for copy in plan.copies:
-            args.fill(record, copy.name, _hollow(copy.slot.shape, numpy_dtype(copy.slot.dtype)))
+            slot = _hollow(copy.slot.shape, numpy_dtype(copy.slot.dtype))
+            args.fill(record, copy.name, slot[..., : copy.dim])
         for slot in plan.slots[: plan.n_row_slots]:
             if slot.name in args.SLOTS:
                 args.fill(record, slot.name, _hollow(slot.shape, numpy_dtype(slot.dtype)))
@@ -343,7 +347,7 @@ class Prepared:
         words, backend = self._args.words, self.backend
         for number, copy in enumerate(self.plan.copies, self.plan.n_row_slots):
             if not copy.back:
-                backend.copy(args.operand(operands, copy.name), slots[number])
+                backend.copy(args.operand(operands, copy.name), slots[number][..., : copy.dim])
             words[self._words[copy.name]] = backend.pointer(slots[number])
 
     def _buffers(self, arrays: Any, results: dict[str, Any], slots: list[Any]) -> dict[str, Any]:

@@ -44,6 +44,11 @@ class Launch:
         """Entry point."""
         return self.step.entry
 
+    @functools.cached_property
+    def args_bytes(self) -> int:
+        """sizeof its one argument."""
+        return dict(self.params)["ARGS_BYTES"]
+
     @property
     def job(self) -> build.Job:
         """What build.py compiles for a GPU."""
@@ -305,7 +310,8 @@ def _launch(
     mine = {name: value for name, value in params.items() if step.uses is None or name in step.uses}
     unused = {name: -1 if name == "BIAS_DTYPE" else 0 for name in params if name not in mine}
     mine |= unused
-    mine |= {"SMEM_BYTES": max(sizes) if len(sizes) == 1 else -1, "ARGS_BYTES": args.args_bytes()}
+    args_bytes = args.mapped_args_bytes() if step.maps else args.args_bytes()
+    mine |= {"SMEM_BYTES": max(sizes) if len(sizes) == 1 else -1, "ARGS_BYTES": args_bytes}
     block = (step.threads or 32 * params["N_WARPS"], 1, 1)
     smem_bytes = step.smem(params)
     return Launch(step, tuple(sorted(mine.items())), grid, block, smem_bytes, device.arch, row.exact_arch)

@@ -123,6 +123,39 @@ def _no_slots(problem: Problem, params: Params) -> tuple[Slot, ...]:
     return ()
 
 
+Number = int | str | Callable[[Params], int]  # itself, a parameter's name, or a function of the parameters
+
+
+@dataclass(frozen=True)
+class Map:
+    """A tensor map that a kernel copies through: args.maps.<name> of kernels/lib/maps.cuh.
+
+    name: a field of Args, of an operand ("K", "dO") or of a slot of the workspace ("dQ_sum").
+    rows, cols: of the box that one instruction copies.  swizzle: bytes of a line of it in shared memory.
+    when: which problems need it.
+
+    An input that TMA cannot address is copied, or the row refuses (copies.py); a result that it cannot
+    address gets no map, and the kernel stores it otherwise.
+    """
+
+    name: str
+    rows: Number
+    cols: Number = 64
+    swizzle: Number = 128
+    when: Callable[[Problem], bool] = _always
+
+    def box(self, params: Params) -> tuple[int, int]:
+        """(columns, rows)."""
+        return number(self.cols, params), number(self.rows, params)
+
+
+def number(wanted: Number, params: Params) -> int:
+    """The value of a Number."""
+    if callable(wanted):
+        return wanted(params)
+    return params[wanted] if isinstance(wanted, str) else wanted
+
+
 @dataclass(frozen=True)
 class Step:
     """One launch of a row: an entry point of kernels/<entry up to "__">.cu.
@@ -131,6 +164,7 @@ class Step:
     threads: None means 32 x the tile's warps.
     uses: the parameters its source depends on; the others are passed as 0, so that a shared pass is built
     once and not once per row.  None: all of them.
+    maps: its kernel takes MappedArgs with these; steps of one row that map the same name share the map.
     """
 
     entry: str
@@ -139,6 +173,7 @@ class Step:
     threads: int | None = None
     when: Callable[[Problem], bool] = _always
     uses: tuple[str, ...] | None = None
+    maps: tuple[Map, ...] = ()
 
     @property
     def file(self) -> str:
@@ -208,6 +243,11 @@ class Row:
                 if all(step.smem(params) <= shared_bytes for step in self.steps if step.when(problem)):
                     return tile, params
         return None
+
+    def mapped(self, problem: Problem) -> set[str]:
+        """Names of the tensor maps that its kernels take for this problem."""
+        steps = [step for step in self.steps if step.when(problem)]
+        return {one.name for step in steps for one in step.maps if one.when(problem)}
 
     def covers(self, dtype: str, head_dim: int, head_dim_v: int) -> bool:
         """Is the row made for this dtype and these sizes?  A starred row then takes every option."""

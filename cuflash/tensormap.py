@@ -23,6 +23,34 @@ _EMULATED_MAGIC = 0x50414D54
 _REMEMBERED = 256
 
 
+AXES = ("batch", "row", "head", "dim")  # of a canonical view
+
+
+def why_not(shape: Sequence[int], strides: Sequence[int], itemsize: int, align: int) -> str | None:
+    """Why TMA cannot address an array, a canonical view; None: it can.
+
+    strides count elements; align: what the address is a multiple of, in bytes.
+
+    >>> why_not((1, 100, 3, 20), (6000, 60, 20, 1), 2, 256)
+    'the stride of its head axis is 40 bytes, no multiple of 16'
+    """
+    if align % 16:
+        return "its address is no multiple of 16 bytes"
+    for axis, length, stride in zip(AXES, shape, strides, strict=True):
+        n_bytes = stride * itemsize
+        if length <= 1 or axis == "dim":
+            continue
+        if n_bytes < 0:
+            return f"the stride of its {axis} axis is negative"
+        if n_bytes % 16:
+            return f"the stride of its {axis} axis is {n_bytes} bytes, no multiple of 16"
+        if n_bytes >= 2**40:
+            return f"the stride of its {axis} axis is {n_bytes} bytes, more than TMA counts"
+    if shape[-1] > 1 and strides[-1] != 1:
+        return f"the stride of its last axis is {strides[-1]} elements, not 1"
+    return None
+
+
 class Layout:
     """Everything of a tensor map but the address.
 

@@ -40,7 +40,9 @@ class Recorder(backends.Emulated):
 def recorder(monkeypatch):
     made = Recorder()
     monkeypatch.setattr(backends, "of", lambda device: made)
-    return made
+    plan.make.cache_clear()  # plans keep their prepared calls, and those their backend
+    yield made
+    plan.make.cache_clear()
 
 
 def arrays(shape_q=(2, 5, 4, 8), heads_k=2, len_k=7, dim_v=6, dtype=np.float32):

@@ -1,0 +1,103 @@
+"""The tensor maps of a call: encoded from Args and written behind it, again when an address has changed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuflash import args, results, tensormap
+from cuflash.backends import ArgsBuffer
+from cuflash.errors import CuflashError
+from cuflash.plan import Plan
+from cuflash.row import ITEMSIZE, number
+from cuflash.tensormap import Layout
+
+
+class _Place:
+    """One map in the struct: its layout, where its array's address stands, and the bytes of the map."""
+
+    def __init__(self, layout: Layout, buffer: ArgsBuffer, name: str) -> None:
+        self.layout, self.address = layout, 0
+        self.word = args.offset_of(f"{name}.data") // 8
+        start = args.map_offsets()[name]
+        self.bytes = memoryview(buffer.memory)[start : start + tensormap.BYTES]
+
+
+class Maps:
+    """The maps of a plan's launches in one struct MappedArgs.
+
+    record: the strides of every array in it.  buffer: the struct, mapped_args_bytes() long.
+    """
+
+    def __init__(self, plan: Plan, record: np.ndarray, buffer: ArgsBuffer) -> None:
+        self._words, self._places = buffer.words, []
+        bits = 0
+        numbers = {name: number for number, name in enumerate(args.map_offsets())}
+        for name, box in _boxes(plan).items():
+            layout = _layout(plan, record[name], name, *box)
+            if layout is not None:
+                self._places.append(_Place(layout, buffer, name))
+                bits |= 1 << numbers[name]
+        if _boxes(plan):
+            buffer.words[args.map_offsets()["mapped"] // 8] = bits
+
+    def refresh(self) -> None:
+        """After the addresses in the struct have changed, before it is used."""
+        words = self._words
+        for place in self._places:
+            address = words[place.word]
+            if address != place.address:
+                place.bytes[:] = place.layout.encode(address)
+                place.address = address
+
+
+def bytes_of(plan: Plan) -> int:
+    """How long the struct of a plan's launches is: of the longest."""
+    return args.mapped_args_bytes() if _boxes(plan) else args.args_bytes()
+
+
+def _boxes(plan: Plan) -> dict[str, tuple[tuple[int, int], int]]:
+    """Name of a map -> (box, swizzle)."""
+    found: dict[str, tuple[tuple[int, int], int]] = {}
+    for launch in plan.launches:
+        params = dict(launch.params)
+        for one in launch.step.maps:
+            if one.when(plan.problem):
+                mine = one.box(params), number(one.swizzle, params)
+                if found.setdefault(one.name, mine) != mine:
+                    raise CuflashError(f"{plan.kernel}: two steps map {one.name} with different boxes")
+    return found
+
+
+def _layout(plan: Plan, field: np.void, name: str, box: tuple[int, int], swizzle: int) -> Layout | None:
+    """None where there is nothing to map: an empty array, a result that TMA cannot address."""
+    shape, dtype, align = _array(plan, name)
+    strides = [int(field[axis]) for axis in ("batch", "row", "head")]
+    why = tensormap.why_not(shape, (*strides, 1), ITEMSIZE[dtype], align)
+    if 0 in shape or why is not None:
+        return None
+    batch, rows, heads, dim = shape
+    steps = [
+        stride * ITEMSIZE[dtype] if n > 1 else 16
+        for stride, n in zip(strides, (batch, rows, heads), strict=True)
+    ]
+    return Layout(
+        dtype,
+        (dim, rows, heads, batch),
+        (steps[1], steps[2], steps[0]),
+        (*box, 1, 1),
+        swizzle,
+        emulated=plan.device.kind == "emulated",
+    )
+
+
+def _array(plan: Plan, name: str) -> tuple[tuple[int, ...], str, int]:
+    """(canonical shape, dtype, alignment) of the array that a field of Args describes."""
+    slots = {slot.name: slot for slot in plan.slots[: plan.n_row_slots]}
+    if name in slots:
+        return slots[name].shape, slots[name].dtype, 256
+    operand = args.OPERANDS[name]
+    copied = {copy.name for copy in plan.copies}
+    spec = plan.problem.spec(operand)
+    if spec is None:
+        return *results.shape_and_dtype(plan.problem, operand), 16
+    return spec.shape, spec.dtype, 256 if operand in copied else spec.align
