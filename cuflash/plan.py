@@ -17,7 +17,7 @@ from cuflash.copies import Copy, copies_of
 from cuflash.devices import Device
 from cuflash.errors import CuflashError
 from cuflash.problem import FLOAT_DTYPES, Problem
-from cuflash.row import Params, Refusal, Row, Slot, Step, Tile, dbias_case, round_up
+from cuflash.row import Params, Refusal, Row, Slot, Step, Tile, dbias_case, number, round_up
 
 log = logging.getLogger("cuflash")
 ALIGNMENT = 256  # of every slot in the workspace
@@ -312,7 +312,8 @@ def _launch(
     mine |= unused
     args_bytes = args.mapped_args_bytes() if step.maps else args.args_bytes()
     mine |= {"SMEM_BYTES": max(sizes) if len(sizes) == 1 else -1, "ARGS_BYTES": args_bytes}
-    block = (step.threads or 32 * params["N_WARPS"], 1, 1)
+    threads = 32 * params["N_WARPS"] if step.threads is None else number(step.threads, params)
+    block = (threads, 1, 1)
     smem_bytes = step.smem(params)
     return Launch(step, tuple(sorted(mine.items())), grid, block, smem_bytes, device.arch, row.exact_arch)
 

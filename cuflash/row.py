@@ -161,7 +161,7 @@ class Step:
     """One launch of a row: an entry point of kernels/<entry up to "__">.cu.
 
     grid(problem, params) -> (x, y, z); a step whose grid is empty is skipped.  smem(params) = sizeof(Smem).
-    threads: None means 32 x the tile's warps.
+    threads: of a block; None means 32 x the tile's warps.  (More, where some warps only fetch.)
     uses: the parameters its source depends on; the others are passed as 0, so that a shared pass is built
     once and not once per row.  None: all of them.
     maps: its kernel takes MappedArgs with these; steps of one row that map the same name share the map.
@@ -170,7 +170,7 @@ class Step:
     entry: str
     grid: Callable[[Problem, Params], Grid]
     smem: Callable[[Params], int] = _no_shared
-    threads: int | None = None
+    threads: Number | None = None
     when: Callable[[Problem], bool] = _always
     uses: tuple[str, ...] | None = None
     maps: tuple[Map, ...] = ()
