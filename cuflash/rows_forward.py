@@ -86,7 +86,7 @@ def _tiled_grid(problem: Problem, p: Params) -> Grid:
     return n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads * chunks, 1, 1
 
 
-def _query_tiles(problem: Problem, p: Params) -> Iterator[tuple[int, int, int]]:
+def tiles_of_queries(problem: Problem, p: Params) -> Iterator[tuple[int, int, int]]:
     """(rows, first key, end of keys) of each query tile of one head; keys start at a whole tile."""
     for i0 in range(0, problem.len_q, p["TILE_Q"]):
         i1 = min(i0 + p["TILE_Q"], problem.len_q)
@@ -98,7 +98,7 @@ def tiled_bytes(problem: Problem, p: Params) -> Traffic:
     if is_data_dependent(problem):
         return {}
     q_rows = k_rows = 0
-    for rows, begin, end in _query_tiles(problem, p):
+    for rows, begin, end in tiles_of_queries(problem, p):
         steps = ceil_div(max(end - begin, 0), p["TILE_KV"])
         q_rows += rows * (steps if problem.head_dim > p["HEAD_DIM"] else min(steps, 1))
         k_rows += max(end - begin, 0)
