@@ -13,6 +13,7 @@ import pytest
 from bench_help import SMALL, bench, fake_record
 
 from cuflash import devices, nvml, records
+from cuflash import rows as rows_
 from cuflash.bench import (
     against,
     markdown,
@@ -234,6 +235,39 @@ def test_the_ladder_has_a_line_per_rung():
     record["results"][0]["lines"][0]["asked"] = "fwd_02_tiled"
     text = markdown.render("ladder", [record])
     assert "| `fwd_02_tiled` | 500 (62 %) |" in text and "| `std_00_unfused` |  |" in text
+
+
+def test_the_ladder_says_what_was_predicted_and_what_limits(monkeypatch):
+    record = fake_record(suite="ladder")
+    record["results"][0]["lines"][0]["asked"] = "fwd_02_tiled"
+    notes = {name: {"predicted": "600", "limiter": "by hand"} for name in ("fwd_02_tiled", "fwd_01_naive")}
+    monkeypatch.setattr(markdown, "ladder_notes", lambda: notes)
+    one = {"kernel": "fwd_02_tiled", "limiter": "FMA (72 %)"}
+    profile = {"kind": "profile", "label": "d 64", "kernels": [one]}
+    rows = markdown.render("ladder", [fake_record(**profile), record]).splitlines()
+    tiled = next(row for row in rows if row.startswith("| `fwd_02_tiled`"))
+    assert "| 600 | FMA (72 %) |" in tiled
+    assert "| 600 | by hand |" in next(row for row in rows if row.startswith("| `fwd_01_naive`"))
+    other = markdown.render("ladder", [fake_record(card="Tesla T4", **profile), record])
+    assert "| 600 | by hand |" in next(x for x in other.splitlines() if x.startswith("| `fwd_02_tiled`"))
+
+
+def test_notes_of_the_ladder_name_rungs():
+    if records.folder().name != "measured":
+        pytest.skip("an installed package has no READMEs")
+    known = {row.name for row in (*rows_.FORWARD, *rows_.BACKWARD)}
+    for name, note in markdown.ladder_notes().items():
+        assert name in known and set(note) <= {"predicted", "limiter"}, name
+
+
+def test_a_part_of_the_envelope_is_shown():
+    record = fake_record(own=True)
+    (shape,) = [
+        one for one in shapes.suite("forward", shapes.Sizes(), "gpu", "bfloat16", "envelope").shapes
+        if (one.head_dim, one.len_q, one.causal) == (192, 16384, True)
+    ]  # fmt: skip
+    record["results"][0] |= {"shape": shape.as_json(), "label": shape.label()}
+    assert "| d 192, length 16,384, batch 1, heads 10, causal |" in markdown.filled(TEXT, [record])
 
 
 def test_profiles_are_shown_with_their_limiter():

@@ -39,6 +39,20 @@ def test_peers_are_tried_in_children_that_may_die():
         assert says[name, CAUSAL] is None  # the next shape goes on in a new child
 
 
+def test_shapes_that_share_a_compiled_kernel_go_to_one_child():
+    half = [replace(one, dtype="bfloat16", head_dim=d, head_dim_v=d, len_q=n, len_k=n, heads_k=4)
+            for d in (64, 128) for n in (512, 2048) for one in (SMALL, CAUSAL)]  # fmt: skip
+    fa4, jax, sdpa = (peers.named((name,), "gpu")[0] for name in ("fa4", "jax_xla", "sdpa_flash"))
+    parts = probe.parts_of(fa4, half)
+    assert [{(one.head_dim, one.causal) for one in part} for part in parts] == [
+        {(64, False)}, {(64, True)}, {(128, False)}, {(128, True)}
+    ]  # fmt: skip
+    assert sorted(map(len, parts)) == [2, 2, 2, 2]
+    assert len(probe.parts_of(jax, half)) == probe.PARTS and probe.parts_of(sdpa, half) == [half]
+    dealt = [shape for part in probe.parts_of(jax, half) for shape in part]
+    assert sorted(map(repr, dealt)) == sorted(map(repr, half))
+
+
 def test_a_peer_that_hangs_is_left():
     (hang,) = [peer for peer in crashing_peers.PEERS if peer.name == "hang"]
     start = time.perf_counter()

@@ -11,6 +11,7 @@ that they are what it would write.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from cuflash import features, records, rows
 from cuflash.bench.against import card
 from cuflash.bench.profile import UTILISATION
 from cuflash.bench.report import UNITS, columns, digits, percent, value
-from cuflash.bench.shapes import SUITES, Shape, Sizes
+from cuflash.bench.shapes import GRIDS, SUITES, Shape, Sizes
 from cuflash.bench.shapes import suite as suite_of
 from cuflash.errors import CuflashError
 
@@ -117,7 +118,9 @@ def _is_of_its_suite(record: Record) -> bool:
     if not record.get("own"):
         return True
     there = [Shape.from_json(one["shape"]) for one in record["results"]]
-    return set(there) <= set(suite_of(record["suite"], Sizes(), record["place"], there[0].dtype).shapes)
+    name, place, dtype = record["suite"], record["place"], there[0].dtype
+    shapes = {shape for which in GRIDS for shape in suite_of(name, Sizes(), place, dtype, which).shapes}
+    return set(there) <= shapes
 
 
 def is_stale(line: dict[str, Any], stale: set[str]) -> bool:
@@ -232,17 +235,35 @@ def _shown(result: dict[str, Any], asked: str, metric: str) -> float | None:
     return None if line is None else value(line, metric)
 
 
+def ladder_notes() -> dict[str, dict[str, str]]:
+    """Rung -> {"predicted", "limiter"}, written by hand in kernels/ladder.json."""
+    path = root() / "kernels" / "ladder.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def limiters(found: Sequence[Record], device: str) -> dict[str, str]:
+    """Kernel -> what limits it, from the newest profile of it on this card."""
+    mine = [record for record in found if record.get("kind") == "profile" and card(record) == device]
+    return {one["kernel"]: one["limiter"] for record in mine for one in record["kernels"]}
+
+
 def by_rung(name: str, found: Sequence[Record]) -> str:
-    """A line per rung of the ladder, a column per shape: TFLOP/s, and percent of the matmul."""
+    """A line per rung, a column per shape: TFLOP/s and percent of the matmul; prediction and limiter."""
     cells, stale = chosen(name, found), Stale()
     if not cells:
         return nothing(name)
-    parts = [caption(cells), "TFLOP/s, and percent of the best matmul of the same rounds."]
+    notes, profiled = ladder_notes(), limiters(found, card(cells[-1][1]))
+    parts = [
+        caption(cells),
+        "TFLOP/s, and percent of the best matmul of the same rounds. Predicted: written down before the rung "
+        "was timed, for the second shape (`ladder.json`). Limiter: from the profile where there is one.",
+    ]
     for direction, table in (("forward", rows.FORWARD), ("backward", rows.BACKWARD)):
         own = [cell for cell in cells if cell[0]["shape"]["direction"] == direction]
         if not own:
             continue
-        head = [direction, *(_short_label(one["shape"]) for one, _ in own), "registers", "the one idea"]
+        head = [direction, *(_short_label(one["shape"]) for one, _ in own), "registers", "predicted",
+                "limiter", "the one idea"]  # fmt: skip
         body = []
         for row in reversed(table):
             texts, registers = [], ""
@@ -256,7 +277,11 @@ def by_rung(name: str, found: Sequence[Record]) -> str:
                     text += STALE
                 registers = str((line or {}).get("details", {}).get("registers") or registers)
                 texts.append(text)
-            body.append([f"`{row.name}`", *texts, registers, row.teaches])
+            note = notes.get(row.name, {})
+            limiter = profiled.get(row.name, note.get("limiter", ""))
+            body.append(
+                [f"`{row.name}`", *texts, registers, note.get("predicted", ""), limiter, row.teaches]
+            )
         parts.append(markdown(head, body))
     return "\n\n".join(parts)
 

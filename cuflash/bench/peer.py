@@ -67,6 +67,10 @@ class Peer:
                 return f"its causal mask is {self.aligned}"
         return None
 
+    def built_for(self, shape: Shape) -> Shape:
+        """What a compiled kernel of it depends on: shapes for which this is equal share one."""
+        return shape
+
     def needed_bytes(self, shape: Shape) -> float:
         """Of scores, roughly; 0 for what never holds them."""
         scores = shape.batch * shape.heads * shape.len_q * shape.len_k

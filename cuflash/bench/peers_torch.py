@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,10 @@ class FlashAttention4(_TorchPeer):
             "softcap": options.get("softcap") or 0.0,
         }
         return lambda q, k, v: _first(flash_attn_func(q, k, v, **keywords))
+
+    def built_for(self, shape: Shape) -> Shape:
+        """Lengths are arguments of its kernels."""
+        return replace(shape, batch=1, len_q=1, len_k=1, heads=shape.heads // shape.heads_k, heads_k=1)
 
 
 def _first(found: Any) -> Any:

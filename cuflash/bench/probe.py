@@ -30,7 +30,7 @@ from cuflash.errors import CuflashError
 FIRST_SECONDS = 180.0  # to import a library and run the first shape
 SHAPE_SECONDS = 90.0  # for each shape: some peers compile
 AT_ONCE = 12  # children side by side; those that hold scores run one at a time
-PARTS = 4  # children of a peer that compiles
+PARTS = 5  # children of a peer that compiles
 MEMORY_PART = 0.6  # of the free memory that a peer may need
 BROKEN_CONTEXT = 75  # exit code of a child that said its line and cannot use the GPU any more
 
@@ -67,8 +67,8 @@ def probe(
 
     children = Children()
 
-    def one(name: str, part: slice = slice(None)) -> None:
-        for shape, why in walk(by_name[name], wanted[name][part], seconds, children):
+    def one(name: str, shapes: Sequence[Shape]) -> None:
+        for shape, why in walk(by_name[name], shapes, seconds, children):
             says[name, shape] = why
             step(f"{name}, {shape.label()}")
 
@@ -76,15 +76,27 @@ def probe(
         try:
             jobs = []
             for name in light:
-                parts = min(PARTS, len(wanted[name])) if by_name[name].compiles else 1
-                jobs += [pool.submit(one, name, slice(part, None, parts)) for part in range(parts)]
-            jobs.append(pool.submit(lambda: [one(name) for name in heavy]))
+                jobs += [pool.submit(one, name, part) for part in parts_of(by_name[name], wanted[name])]
+            jobs.append(pool.submit(lambda: [one(name, wanted[name]) for name in heavy]))
             for job in jobs:
                 job.result()
         except BaseException:  # Ctrl-C: the pool would wait for its children to finish
             children.end()
             raise
     return says
+
+
+def parts_of(peer: Peer, shapes: Sequence[Shape]) -> list[list[Shape]]:
+    """Shapes for each child of a peer: those that share a compiled kernel go to the same one."""
+    if not peer.compiles:
+        return [list(shapes)]
+    groups: dict[Shape, list[Shape]] = {}
+    for shape in shapes:
+        groups.setdefault(peer.built_for(shape), []).append(shape)
+    parts: list[list[Shape]] = [[] for _ in range(min(PARTS, len(groups)))]
+    for number, group in enumerate(groups.values()):
+        parts[number % len(parts)] += group
+    return parts
 
 
 class Children:
