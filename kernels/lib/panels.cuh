@@ -19,9 +19,10 @@
 #include "types.cuh"
 #include "wgmma.cuh"
 
-template <int n_rows_, int n_cols> struct alignas(1024) PanelTile {
+// panel: numbers in a line, 0: as wide as it goes.
+template <int n_rows_, int n_cols, int panel = 0> struct alignas(1024) PanelTile {
   static constexpr int rows = n_rows_, cols = n_cols;
-  static constexpr int panel_cols = cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
+  static constexpr int panel_cols = panel ? panel : cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
   static constexpr int n_panels = cols / panel_cols, line_bytes = 2 * panel_cols;
   static constexpr int panel_bytes = rows * line_bytes, n_bytes = n_panels * panel_bytes;
   static constexpr Swizzle swizzle =

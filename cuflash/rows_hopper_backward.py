@@ -1,0 +1,173 @@
+"""Plan rows of the Hopper backward: bwd_06_specialize, bwd_05_wgmma, and the passes around them.
+
+What the workspace holds per query tile is what kernels/lib/query_tiles.cuh says.
+"""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+from cuflash.row import (
+    Grid,
+    Map,
+    Params,
+    Row,
+    Slot,
+    Step,
+    Tile,
+    ceil_div,
+    n_slots,
+    round_up,
+    shared_bytes,
+)
+from cuflash.rows_backward import CONVERT_USES, DELTA, OPTIONS_AFTER, OPTIONS_BEFORE, delta_slot, option_slots
+from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
+
+DTYPES = ("float16", "bfloat16")
+LIMITS = (*LENGTHS, ("head_dim", 128), ("head_dim_v", 128))
+ENOUGH_BLOCKS = 132  # one on every SM of a large GPU
+QUERY_TILE_USES = (
+    "DTYPE", "OUT_DTYPE", "O_DTYPE", "DOUT_DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "LENGTHS_Q", "PACKED",
+    "DLSE",
+)  # fmt: skip
+
+
+# ---- query tiles
+
+
+def places(problem: Problem, p: Params) -> int:
+    """Query tiles of all heads: = places_per_head of query_tiles.cuh times heads, and batch where it counts."""
+    return n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
+
+
+def _place_grid(problem: Problem, p: Params) -> Grid:
+    return places(problem, p), 1, 1
+
+
+OPEN = Step("pass_query_tiles__open", _place_grid, threads=512, uses=QUERY_TILE_USES)
+CLOSE = Step("pass_query_tiles__close", _place_grid, threads=256, uses=QUERY_TILE_USES)
+# Gradients of the options read delta as the rungs before keep it.
+OPTION_DELTA = Step(
+    DELTA.entry, DELTA.grid, when=lambda problem: len(problem.gradients) > 3, uses=DELTA.uses
+)
+
+
+def query_tile_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
+    """Slots 2 to 4: rows, dQ, turns."""
+    n, tile = places(problem, p), p["TILE_Q"]
+    return (
+        Slot("query_rows", "float32", (n, 2, tile)),
+        Slot("dQ_tiles", "float32", (n, tile * p["HEAD_DIM"])),
+        Slot("turns", "int32", (n if problem.deterministic else 0, 2), zero=True),
+    )
+
+
+# ---- key tiles
+
+
+def _key_blocks(problem: Problem, p: Params) -> int:
+    return n_slots(problem, problem.len_k, p["TILE_KV"]) * problem.heads_k
+
+
+def _splits(problem: Problem, p: Params) -> int:
+    """Among how many blocks the query heads of a key head are shared: more where blocks are few."""
+    if problem.deterministic:
+        return 1
+    return max(1, min(problem.group, ENOUGH_BLOCKS // max(_key_blocks(problem, p), 1)))
+
+
+def _key_grid(problem: Problem, p: Params) -> Grid:
+    return _key_blocks(problem, p) * _splits(problem, p), 1, 1
+
+
+def _shared_rows(problem: Problem, p: Params) -> Grid:
+    """A warp per row of dK_sum and dV_sum; none where blocks store dk and dv themselves."""
+    rows = problem.len_k * problem.heads_k * (1 if problem.packed else problem.batch)
+    return (ceil_div(rows, p["N_WARPS"]) if _splits(problem, p) > 1 else 0), 1, 1
+
+
+def key_sum_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
+    """dK_sum and dV_sum, where blocks share a key head's query heads."""
+    if _splits(problem, p) == 1:
+        return ()
+    shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
+    return (
+        Slot("dK_sum", "float32", (*shape, problem.head_dim), zero=True),
+        Slot("dV_sum", "float32", (*shape, problem.head_dim_v), zero=True),
+    )
+
+
+def workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
+    """Of the rows of this file."""
+    delta = (delta_slot(problem),) if len(problem.gradients) > 3 else ()
+    return (
+        *option_slots(problem, p), *query_tile_slots(problem, p), *delta, *key_sum_slots(problem, p),
+    )  # fmt: skip
+
+
+def panel(size: int) -> int:
+    """Columns of a panel: = PanelTile of panels.cuh."""
+    return 64 if size % 64 == 0 else 32 if size % 32 == 0 else 16
+
+
+def _K_panel(p: Params) -> int:
+    """A half of K's columns is whole panels, where dQ is halved by columns."""
+    half = p["HEAD_DIM"] if p["TILE_Q"] == 128 else p["HEAD_DIM"] // 2
+    return panel(p["HEAD_DIM"]) if half % 32 == 0 else 16
+
+
+def _columns(name: str):
+    return lambda p: panel(p[name])
+
+
+def _line(name: str):
+    return lambda p: 2 * panel(p[name])
+
+
+MAPS = (
+    Map("K", "TILE_KV", _K_panel, lambda p: 2 * _K_panel(p)),
+    Map("V", "TILE_KV", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V")),
+    Map("Q", "TILE_Q", _columns("HEAD_DIM"), _line("HEAD_DIM")),
+    Map("dO", "TILE_Q", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V")),
+)
+
+
+def _specialize_smem(p: Params) -> int:
+    q, kv, d, dv = p["TILE_Q"], p["TILE_KV"], p["HEAD_DIM"], p["HEAD_DIM_V"]
+    blocks = kv, q, p["BLOCK_KV"], p["BLOCK_Q"]
+    kept = 0
+    if p["BLOCK_MASK"]:
+        kept = kept_blocks_bytes(*blocks, 2)
+        if kept == 0 and p["DETERMINISTIC"]:
+            kept = shared_bytes((4, 2, 1))
+    tiles = shared_bytes(
+        (2, kv, d), (2, kv, dv), (2, 2 * q, d), (2, 2 * q, dv), (2, 2 * kv, q),
+        (4, 4, q), (8, 1, 9), (4, 1, 8),
+    )  # fmt: skip
+    return round_up(round_up(tiles, 1024) + kept, 1024)
+
+
+BWD_06 = Row(
+    "bwd_06_specialize",
+    False,
+    90,
+    (
+        Tile(128, 128, 12, 2, up_to=64, least=64),
+        Tile(64, 128, 12, 2, up_to=128, least=64),
+    ),
+    (
+        OPEN,
+        OPTION_DELTA,
+        *OPTIONS_BEFORE,
+        Step("bwd_06_specialize", _key_grid, _specialize_smem, maps=MAPS),
+        CLOSE,
+        Step("pass_convert__dk", _shared_rows, uses=CONVERT_USES),
+        Step("pass_convert__dv", _shared_rows, uses=CONVERT_USES),
+        *OPTIONS_AFTER,
+    ),
+    "a producer warp, two consumer warpgroups; the next S runs under this step's arithmetic",
+    dtypes=DTYPES,
+    exact_arch=True,
+    limits=LIMITS,
+    workspace=workspace,
+    flops_per_clock=4096,
+)

@@ -1,0 +1,81 @@
+// query_tiles.cuh - what a Hopper backward keeps per query tile in the workspace, padded to whole tiles.
+//
+// A query tile is TILE_Q queries of one sequence and head.  Its place is its number in two arrays:
+//   rows    float [places, 2, TILE_Q]            lse_log2, then delta, of each query: one bulk copy a tile
+//   dQ      float [places, TILE_Q * HEAD_DIM]    the sum of dS K, in the order of accumulators
+// lse_log2 = lse * log2(e), +inf where a query attends to nothing or does not exist: P = 2^(score - lse_log2)
+// is then 0 without a test.
+//
+// The order of dQ: a warp's accumulator of 16 queries and 8 columns is 128 numbers side by side, lane after
+// lane, so that one instruction of a warp adds to 512 neighbouring bytes.  Piece (r, c), of queries 16 r and
+// columns 8 c on, is piece r * HEAD_DIM / 8 + c.
+//
+// deterministic: blocks of keys add to a tile one after the other, by ascending keys.  turns, i32 [places, 2],
+// counts how many have added, apart for the two warpgroups of a block.
+#pragma once
+#include "barrier.cuh"
+#include "positions.cuh"
+
+constexpr int SLOT_ROWS = 2, SLOT_DQ = 3, SLOT_TURNS = 4;   // of the workspace; 0, 1: as in bwd_02_tiled.cu
+
+// Query tiles of a head, over all sequences when packed.
+DEVICE i64 places_per_head(const Args& args) {
+  return is_packed ? n_slots(args, args.len_q, tile_q) : ceil_div(args.len_q, tile_q);
+}
+
+// The place of the tile at row i0 of head h.
+DEVICE i64 place_of(const Args& args, const Sequence& seq, i64 h, i32 i0) {
+  if constexpr (is_packed) return h * places_per_head(args) + seq.q_row0 / tile_q + seq.b + i0 / tile_q;
+  return (seq.b * args.heads + h) * places_per_head(args) + i0 / tile_q;
+}
+
+// The tile at a place: the reverse.
+DEVICE QueryTile query_tile_at(const Args& args, i64 place) {
+  QueryTile t = {};
+  const i64 per_head = places_per_head(args), slot = place % per_head, head = place / per_head;
+  t.h = head % args.heads;
+  if constexpr (is_packed) {
+    const Slot owner = slot_owner(args, args.cu_seqlens_q, args.len_q, slot, tile_q);
+    t.seq = sequence_of(args, owner.b);
+    t.i0 = owner.tile * tile_q;
+    t.exists = t.i0 < t.seq.rows_q;
+  } else {
+    t.seq = sequence_of(args, head / args.heads);
+    t.i0 = static_cast<i32>(slot) * tile_q;
+    t.exists = true;
+  }
+  t.h_k = t.h / (args.heads / args.heads_k);
+  return t;
+}
+
+// First number of piece (r, c) for this lane: 4 numbers, queries lane / 4 and + 8, columns 2 (lane % 4), + 1.
+DEVICE i64 dQ_index(i64 place, int r, int c, int lane) {
+  return place * (tile_q * head_dim_tile) + (r * (head_dim_tile / 8) + c) * 128 + lane * 4;
+}
+
+// How many blocks add to the tile at i0 before the one of the keys at j0.
+DEVICE i32 turn_of(const Args& args, const Sequence& seq, i32 i0, i32 j0) {
+  const i32 last = smallest(i0 + tile_q, seq.len_q) - 1;
+  return j0 / tile_kv - visible_keys(args, seq, i0, last).begin / tile_kv;
+}
+
+// The turns of one warpgroup.  What it added is announced when it waits for the next tile: by then the
+// additions have long arrived, and the fence of the announcement costs nothing.
+struct Turns {
+  Global<i32> turns;
+  int group, thread;   // of the warpgroup, in it
+  i64 added;           // counter of the tile added to last, -1: none
+
+  DEVICE Turns(const Args& args, int group, int thread)
+      : turns(args.workspace[SLOT_TURNS]), group(group), thread(thread), added(-1) {}
+  DEVICE void announce() {
+    barrier_sync(2 + group, 128);   // all threads of the group have added
+    if (thread == 0 && added >= 0) turns.add_release(added, 1);
+  }
+  DEVICE void wait(i64 place, i32 turn) {
+    announce();
+    added = place * 2 + group;
+    if (thread == 0) turns.wait_for(added, turn);
+    barrier_sync(2 + group, 128);   // it is this group's turn
+  }
+};

@@ -1,0 +1,110 @@
+// pass_query_tiles.cu - before and after a Hopper backward: what lib/query_tiles.cuh keeps per query tile.
+//
+// pass_query_tiles__open    delta = rowsum(dO * O) - dlse and lse_log2 = lse * log2(e), padded to whole tiles;
+//                           dQ sums = 0
+// pass_query_tiles__close   dQ = sum * scale, from the order of accumulators to rows; zeros where a query does
+//                           not exist
+// Grid         x: places (lib/query_tiles.cuh)
+// Registers    __open: 8 numbers of O and 8 of dO in flight per row a lane has; __close: 4 x 16 bytes
+// Bytes        __open: O, dO, lse, dlse once, rows and dQ sums once; __close: sums and dQ once
+#include "lib/params.cuh"
+#include "lib/accumulators.cuh"
+#include "lib/query_tiles.cuh"
+
+constexpr int open_threads = 512, close_threads = 256;
+constexpr int row_lanes = head_dim_v_tile > 128 ? 32 : head_dim_v_tile > 64 ? 16 : 8;   // 8 numbers a lane
+constexpr int rows_at_once = open_threads / row_lanes, n_rounds = ceil_div(tile_q, rows_at_once);
+static_assert(tile_q % 16 == 0 && head_dim_tile % 32 == 0, "pass_query_tiles: whole pieces");
+
+struct Eight {
+  acc item[8];
+};
+
+// row[d .. d + 8), zeros from `dim` on.
+template <class From> DEVICE Eight load_eight(const Tensor& tensor, i64 first, i64 d, i64 dim) {
+  const Global<From> from(tensor.data);
+  constexpr int size = Vec16<From>::size;
+  Eight numbers = {};
+  if (tensor.vector_bytes == 16 && d + 8 <= dim) {
+#pragma unroll
+    for (int part = 0; part < 8; part += size) {
+      const Vec16<From> chunk = from.template load_as<Vec16<From>>(first + d + part);
+#pragma unroll
+      for (int e = 0; e < size; ++e) numbers.item[part + e] = convert<acc>(chunk.item[e]);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      if (d + e < dim) numbers.item[e] = convert<acc>(from.load(first + d + e));
+  }
+  return numbers;
+}
+
+KERNEL(open_threads, 1) pass_query_tiles__open(const __grid_constant__ Args args) {
+  const int thread = threadIdx.x, lane = thread % row_lanes;
+  const i64 place = blockIdx.x;
+  const QueryTile own = query_tile_at(args, place);
+  if (!own.exists) return;
+  const Sequence& seq = own.seq;
+
+  constexpr int tile_numbers = tile_q * head_dim_tile;
+#pragma unroll
+  for (int at = thread * 4; at < tile_numbers; at += open_threads * 4)
+    Global<acc>(args.workspace[SLOT_DQ]).store_as(place * tile_numbers + at, Vec16<acc>{});
+
+  Eight O[n_rounds] = {}, dO[n_rounds] = {};
+  const i64 d = lane * 8;
+#pragma unroll
+  for (int n = 0; n < n_rounds; ++n) {
+    const i32 r = n * rows_at_once + thread / row_lanes, i = own.i0 + r;
+    if (r >= tile_q || i >= seq.len_q || d >= args.head_dim_v) continue;   // what does not exist is not read
+    const i64 row = seq.q_row0 + i;
+    O[n] = load_eight<o_elem>(args.O, index_of(args.O, seq.array_b, own.h, row), d, args.head_dim_v);
+    dO[n] = load_eight<dout_elem>(args.dO, index_of(args.dO, seq.array_b, own.h, row), d, args.head_dim_v);
+  }
+#pragma unroll
+  for (int n = 0; n < n_rounds; ++n) {
+    const i32 r = n * rows_at_once + thread / row_lanes, i = own.i0 + r;
+    acc delta = 0, lse_log2 = -NEG_INF;
+#pragma unroll
+    for (int e = 0; e < 8; ++e)   // a row that attends to nothing has O = 0, and its dO may be NaN
+      if (O[n].item[e] != 0) delta += O[n].item[e] * dO[n].item[e];
+    delta = warp_sum<row_lanes>(delta);
+    if (lane != 0 || r >= tile_q) continue;
+    if (i < seq.len_q) {
+      const i64 row = seq.q_row0 + i;
+      if constexpr (has_dlse)
+        delta -= Global<acc>(args.dlse.data).load(index_of(args.dlse, seq.array_b, own.h, row));
+      const acc lse = Global<acc>(args.lse.data).load(index_of(args.lse, seq.array_b, own.h, row));
+      if (lse != NEG_INF) lse_log2 = lse * LOG2E;
+    }
+    const Global<acc> rows(args.workspace[SLOT_ROWS]);
+    rows.store(place * 2 * tile_q + r, lse_log2);
+    rows.store((place * 2 + 1) * tile_q + r, delta);
+  }
+}
+
+KERNEL(close_threads, 1) pass_query_tiles__close(const __grid_constant__ Args args) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const i64 place = blockIdx.x;
+  const QueryTile own = query_tile_at(args, place);
+  if (!own.exists) return;
+  const Sequence& seq = own.seq;
+  constexpr int across = head_dim_tile / 32;   // a warp takes 16 queries and 32 columns at a time
+#pragma unroll
+  for (int at = warp; at < tile_q / 16 * across; at += close_threads / 32) {
+    const int r = at / across, c0 = at % across * 4;
+    float x[16];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const Vec16<acc> four =
+          Global<acc>(args.workspace[SLOT_DQ]).load_as<Vec16<acc>>(dQ_index(place, r, c0 + c, lane));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[4 * c + e] = four.item[e];
+    }
+    store_rows<out_elem>(x, static_cast<float>(args.scale), args.dQ.data,
+                         tile_source(args.dQ, seq.array_b, seq.q_row0, own.h, own.i0, seq.rows_q, c0 * 8,
+                                     args.head_dim),
+                         16 * r, seq.len_q - own.i0, lane);
+  }
+}
