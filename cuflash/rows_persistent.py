@@ -1,0 +1,98 @@
+"""Plan row of fwd_10_persistent: its tiles and their settings, as measured on an H200.
+
+Shared memory, grid and workspace are what the kernel's header says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuflash.problem import Problem
+from cuflash.row import ITEMSIZE, Grid, Map, Number, Params, Row, Slot, Step, Tile, n_slots, round_up, shared_bytes
+from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
+from cuflash.rows_hopper import DTYPES, FLOPS
+
+LIMITS = (*LENGTHS, ("head_dim", 256), ("head_dim_v", 256))
+N_SMS = 132  # blocks of a persistent grid: of a large GPU; on a smaller one the last start late
+
+
+def panel(cols: int) -> int:
+    """Columns of a panel: = PanelTile::panel_cols."""
+    return 64 if cols % 64 == 0 else 32 if cols % 32 == 0 else 16
+
+
+def role_threads(p: Params) -> int:
+    """Consumers and the producer's warpgroup: = n_role_threads of roles.cuh."""
+    return 32 * p["N_WARPS"] + 128
+
+
+def _smem(p: Params) -> int:
+    tile_q, tile_kv, stages = p["TILE_Q"], p["TILE_KV"], p["N_STAGES"]
+    widths = p["HEAD_DIM"], p["HEAD_DIM_V"]
+    q_and_o = sum(widths) if p["O_BUFFER"] else max(widths)
+    tiles = 2 * (tile_q * q_and_o + stages * tile_kv * sum(widths))
+    blocks = p["BLOCK_Q"], p["BLOCK_KV"]
+    kept = kept_blocks_bytes(tile_q, tile_kv, *blocks, stages) if p["BLOCK_MASK"] else 0
+    rings = 4 * [(8, 1, stages)] + 2 * [(8, 1, 2)] + 3 * [(8, 1, 1)]
+    others = shared_bytes((16, 1, 2), (4, 1, stages), *rings)
+    return round_up(tiles + others + kept, 1024)
+
+
+def _blocks(problem: Problem, p: Params) -> Grid:
+    tiles = n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
+    return min(tiles, N_SMS) if p["PERSISTENT"] else tiles, 1, 1
+
+
+def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
+    return (Slot("next_tile", "int32", (1,), zero=True),) if p["PERSISTENT"] == 2 else ()
+
+
+def _map(name: str, rows: Number, width: str) -> Map:
+    """Of a PanelTile [rows, width]."""
+    return Map(name, rows, lambda p: panel(p[width]), lambda p: 2 * panel(p[width]))
+
+
+def _is_16_bit(problem: Problem) -> bool:
+    """What TMA stores from the tile of O; wider results are stored from registers."""
+    return ITEMSIZE[problem.out_dtype] == 2
+
+
+def _settings(persistent: int, o_buffer: int, hold: int, early: int) -> tuple[tuple[str, int], ...]:
+    return tuple(
+        zip(("PERSISTENT", "O_BUFFER", "HOLD", "EARLY"), (persistent, o_buffer, hold, early), strict=True)
+    )
+
+
+FWD_10 = Row(
+    "fwd_10_persistent",
+    False,
+    90,
+    (
+        Tile(192, 128, 12, 2, up_to=64, least=64, options=_settings(2, 1, 1, 0)),
+        Tile(192, 112, 12, 2, up_to=96, least=64, options=_settings(2, 1, 0, 0)),
+        Tile(128, 128, 8, 2, up_to=128, least=64, options=_settings(2, 1, 0, 1)),
+        Tile(128, 112, 8, 2, up_to=192, least=64, options=_settings(0, 0, 1, 0)),
+        Tile(128, 80, 8, 2, up_to=256, least=64, options=_settings(0, 0, 1, 0)),
+    ),
+    (
+        Step(
+            "fwd_10_persistent",
+            _blocks,
+            _smem,
+            threads=role_threads,
+            maps=(
+                _map("Q", "TILE_Q", "HEAD_DIM"),
+                _map("K", "TILE_KV", "HEAD_DIM"),
+                _map("V", "TILE_KV", "HEAD_DIM_V"),
+                replace(_map("O", 64, "HEAD_DIM_V"), when=_is_16_bit),
+            ),
+            ),
+        ),
+    ),
+    "a block walks many tiles, longest first, in L2-sized sections; the store overlaps the next",
+    dtypes=DTYPES,
+    exact_arch=True,
+    limits=LIMITS,
+    workspace=_slots,
+    flops_per_clock=FLOPS,
+)

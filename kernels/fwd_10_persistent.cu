@@ -1,0 +1,448 @@
+// fwd_10_persistent.cu - attention forward on Hopper: a block walks many tiles.   sm_90a
+#include "lib/params.cuh"
+#include "lib/barrier.cuh"
+#include "lib/blocks.cuh"
+#include "lib/lazy.cuh"
+#include "lib/maps.cuh"
+#include "lib/panels.cuh"
+#include "lib/roles.cuh"
+#include "lib/schedule.cuh"
+#include "lib/work.cuh"
+
+using Walk = BlockWalk<tile_q, tile_kv, block_q, block_kv>;
+constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
+constexpr bool asks_elements = has_bias || masks_every_tile || asks_blocks;
+constexpr bool reads_past_end = is_packed || has_key_lengths;   // TMA finds rows of others there, not zeros
+constexpr bool stores_by_tma = sizeof(out_elem) == 2;
+
+struct Apart {
+  PanelTile<tile_q, head_dim_tile> Q;
+  PanelTile<tile_q, head_dim_v_tile> O;   // is stored while the next tile is computed
+};
+struct Together {
+  union {
+    PanelTile<tile_q, head_dim_tile> Q;
+    PanelTile<tile_q, head_dim_v_tile> O;
+  };
+};
+struct Tiles : Choice<has_o_buffer, Apart, Together>::type {
+  PanelTile<tile_kv, head_dim_tile> K[n_stages];
+  PanelTile<tile_kv, head_dim_v_tile> V[n_stages];
+  Shared<Work, 1, 2> work;        // what the producer chose; i0 = NO_WORK: the end
+  Shared<i32, 1, n_stages> j0;    // has_block_mask: the first key of the stage's tile, NO_TILE: no more
+  Shared<u64, 1, n_stages> K_full, K_empty, V_full, V_empty;
+  Shared<u64, 1, 2> work_full, work_empty;
+  Shared<u64, 1, 1> Q_full, Q_empty, V_landed;
+};
+struct Smem : Tiles, KeptBlocks<Walk, asks_blocks, n_stages> {};
+static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "fwd_10_persistent: Smem and its row disagree");
+static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes,
+              "fwd_10_persistent: MappedArgs and launch.py disagree");
+
+// Key tiles [begin, end) that hold the keys.
+DEVICE Range tiles_of(Range keys) {
+  if (keys.begin >= keys.end) return {0, 0};
+  return {keys.begin / tile_kv, (keys.end + tile_kv - 1) / tile_kv};
+}
+DEVICE Range keys_of_rows(const Args& args, const Sequence& seq, i32 i0, i32 i1) {
+  i1 = smallest(i1, seq.len_q);
+  return i0 < i1 ? visible_keys(args, seq, i0, i1 - 1) : Range{0, 0};
+}
+
+// Is block (own, walked) of the stage's tile kept?  Both count from the tile's first block.
+template <class Kept> DEVICE bool keeps(Kept& smem, int stage, int own, int walked) {
+  return smem.kept_blocks(stage * Walk::Shape::n_own + own, walked / 32) >> walked % 32 & 1;
+}
+
+// ---- one warp that copies
+
+struct Producer {
+  const MappedArgs& args;
+  Smem& smem;
+  const int lane;
+  Ring<n_stages> K_at, V_at;
+  Ring<2> work_at;
+  Ring<1> Q_at, landed_at;
+
+  DEVICE void run() {
+    const u32 n = n_work(args, tile_q);
+    u32 x = blockIdx.x;
+    while (true) {
+      Work work = {0, 0, 0, NO_WORK};
+      while (x < n) {
+        work = work_of<elem>(args, x, tile_q);
+        if (work.i0 != NO_WORK || !is_persistent) break;
+        x = next_of(x);
+      }
+      work_at.wait_empty(smem.work_empty);   // consumers are done with the tile before the last
+      if (lane == 0) {
+        smem.work(0, work_at.stage) = work;
+        mbarrier_arrive(smem.work_full.address(0, work_at.stage));
+      }
+      work_at.next();
+      if (work.i0 == NO_WORK) break;
+      load(query_tile_of(args, work));
+      if (!is_persistent) break;
+      x = next_of(x);
+    }
+  }
+
+  DEVICE u32 next_of(u32 x) {
+    if constexpr (!asks_for_work) return x + gridDim.x;
+    u32 asked = 0;
+    if (lane == 0) asked = Global<u32>(args.workspace[0]).fetch_add(0, 1);
+    return shfl(asked, 0) + gridDim.x;
+  }
+
+  DEVICE void load(const QueryTile& own) {
+    const Range keys = keys_of_rows(args, own.seq, own.i0, own.i0 + tile_q);
+    const Range tiles = tiles_of(keys);
+    Walk walk(args.blocks, own.seq.b, own.h, own.i0, smallest(own.i0 + tile_q, own.seq.len_q), keys.begin, lane);
+    const auto next_tile = [&](i32 after) {   // -1: the first
+      if constexpr (has_block_mask) {
+        const i32 j0 = walk.next(after < 0 ? tiles.begin * tile_kv : after + tile_kv);
+        return j0 < keys.end ? j0 : NO_TILE;
+      }
+      const i32 j0 = after < 0 ? (tiles.end - 1) * tile_kv : after - tile_kv;
+      return j0 >= tiles.begin * tile_kv ? j0 : NO_TILE;
+    };
+    if (tiles.begin == tiles.end) return;
+    Q_at.wait_empty(smem.Q_empty);   // consumers have used the last tile's Q (and, Together, stored its O)
+    if (lane == 0) {
+      const u32 full = smem.Q_full.address(0, 0);
+      mbarrier_arrive_expect(full, smem.Q.n_bytes);
+      smem.Q.load(args.maps.Q, full, static_cast<i32>(own.seq.q_row0) + own.i0, own.h, own.seq.array_b);
+    }
+    Q_at.next();
+    i32 before = NO_TILE;   // K runs one tile ahead of V, as the consumers do
+    for (i32 j0 = next_tile(-1);; j0 = next_tile(j0)) {
+      if (j0 != NO_TILE || has_block_mask) load_K(own, walk, j0);
+      if (before != NO_TILE) load_V(own, before);
+      before = j0;
+      if (j0 == NO_TILE) break;
+    }
+  }
+
+  DEVICE void load_K(const QueryTile& own, const Walk& walk, i32 j0) {
+    K_at.wait_empty(smem.K_empty);   // every consumer has multiplied by the tile that was here
+    const u32 full = smem.K_full.address(0, K_at.stage);
+    if (j0 != NO_TILE) smem.fill_blocks(walk, j0, lane, K_at.stage);
+    if (has_block_mask) {
+      if (lane == 0) smem.j0(0, K_at.stage) = j0;
+      warp_sync();   // the kept blocks are written: lane 0 may announce them
+    }
+    if (lane == 0) {
+      if (j0 == NO_TILE) {
+        mbarrier_arrive(full);
+      } else {
+        mbarrier_arrive_expect(full, smem.K[0].n_bytes);
+        smem.K[K_at.stage].load(args.maps.K, full, static_cast<i32>(own.seq.k_row0) + j0, own.h_k,
+                                own.seq.array_b);
+      }
+    }
+    K_at.next();
+  }
+
+  DEVICE void load_V(const QueryTile& own, i32 j0) {
+    V_at.wait_empty(smem.V_empty);   // every consumer has multiplied by the tile that was here
+    auto& V = smem.V[V_at.stage];
+    const u32 full = smem.V_full.address(0, V_at.stage);
+    const bool mends = reads_past_end && j0 + tile_kv > own.seq.len_k;
+    const u32 landed = mends ? smem.V_landed.address(0, 0) : full;
+    if (lane == 0) {
+      mbarrier_arrive_expect(landed, V.n_bytes);
+      V.load(args.maps.V, landed, static_cast<i32>(own.seq.k_row0) + j0, own.h_k, own.seq.array_b);
+    }
+    if (mends) {   // rows of others meet weights of 0, and 0 x NaN is NaN
+      landed_at.wait_full(smem.V_landed);
+      landed_at.next();
+      V.clear_rows(own.seq.len_k - j0, lane, 32);
+      fence_async_shared();
+      warp_sync();   // all lanes have cleared theirs: lane 0 may announce the tile
+      if (lane == 0) mbarrier_arrive(full);
+    }
+    V_at.next();
+  }
+};
+
+// ---- a warpgroup that multiplies: 64 rows of the query tile
+
+enum class Tests { none, all, asked };   // of elements in a key tile; asked: as its place says
+
+struct Consumer {
+  const MappedArgs& args;
+  Smem& smem;
+  const int group, thread, lane;   // thread: in the group
+  const int warp_row;              // of the warp's first row in the tile
+  Ring<n_stages> K_at, V_at;
+  Ring<2> work_at;
+  Ring<1> Q_at;
+
+  Rules rules;
+  Fragment<head_dim_v_tile> O;
+  u32 P[tile_kv / 16][4];   // weights of the tile whose P V is due
+  RowState state;
+  acc shrink[n_rows];       // what O is to be multiplied by before they are added
+  Range plain;              // tiles that all 64 rows see as a whole
+
+  DEVICE void run() {
+    while (true) {
+      work_at.wait_full(smem.work_full);
+      const Work work = smem.work(0, work_at.stage);
+      if (work.i0 == NO_WORK) break;
+      compute(query_tile_of(args, work));
+      write(query_tile_of(args, smem.work(0, work_at.stage)));   // read again: registers are dear in between
+      work_at.next();
+      if (!is_persistent) break;
+    }
+    if (thread == 0) bulk_wait_read<0>();   // the block may not end before O has been read
+  }
+
+  DEVICE bool leads() const { return thread == 0; }
+
+  DEVICE void compute(const QueryTile& own) {
+    const Sequence& seq = own.seq;
+    const i32 i0 = own.i0 + 64 * group;
+    const Range all = tiles_of(keys_of_rows(args, seq, own.i0, own.i0 + tile_q));
+    O.clear();
+    state = no_keys_yet();
+    if (all.begin == all.end) return;
+    rules = rules_of(args, seq, own.h);
+    Range mine = tiles_of(keys_of_rows(args, seq, i0, i0 + 64));
+    if (mine.begin == mine.end) mine = {all.begin, all.begin};
+    plain = plain_tiles(seq, i0, mine);
+
+    mbarrier_wait(smem.Q_full.address(0, 0), Q_at.phase);   // Q is there
+    Q_at.next();
+    if constexpr (has_block_mask) walk_announced(seq, i0);
+    else walk_range(seq, i0, all, mine);
+  }
+
+  // Key tiles from the last to the first, as far as these rows see.
+  DEVICE void walk_range(const Sequence& seq, i32 i0, Range all, Range mine) {
+    i32 t = all.end - 1;
+#pragma unroll 1
+    for (; t >= mine.end; --t) skip();
+    if (mine.begin < mine.end) {
+      if (plain.begin <= t && t < plain.end) first_step<Tests::none>(seq, i0, t * tile_kv);
+      else first_step<Tests::all>(seq, i0, t * tile_kv);
+      --t;
+      if constexpr (causal || has_window || asks_elements) {
+#pragma unroll 1
+        for (; t >= plain.end; --t) step<Tests::all>(seq, i0, t * tile_kv);
+      }
+      if constexpr (!masks_every_tile) {
+#pragma unroll 1
+        for (; t >= plain.begin; --t) step<Tests::none>(seq, i0, t * tile_kv);
+      }
+      if constexpr (has_window) {
+#pragma unroll 1
+        for (; t >= mine.begin; --t) step<Tests::all>(seq, i0, t * tile_kv);
+      }
+    }
+    if (has_o_buffer) release_Q();
+    if (mine.begin < mine.end) last_step();
+#pragma unroll 1
+    for (; t >= all.begin; --t) skip();
+  }
+
+  // Key tiles that hold a kept block, as the producer finds them.
+  DEVICE void walk_announced(const Sequence& seq, i32 i0) {
+    i32 j0 = announced();
+    const bool any_tile = j0 != NO_TILE;
+    if (any_tile) first_step<Tests::asked>(seq, i0, j0);
+#pragma unroll 1
+    for (j0 = any_tile ? announced() : NO_TILE; j0 != NO_TILE; j0 = announced())
+      step<Tests::asked>(seq, i0, j0);
+    release_K();   // the stage that said so
+    if (has_o_buffer) release_Q();
+    if (any_tile) last_step();
+  }
+  DEVICE i32 announced() {
+    K_at.wait_full(smem.K_full);   // the stage's j0 is there
+    return smem.j0(0, K_at.stage);
+  }
+
+  // Of the tiles in `mine`, those that all 64 rows see as a whole.
+  DEVICE Range plain_tiles(const Sequence& seq, i32 i0, Range mine) {
+    const i32 i1 = smallest(i0 + 64, seq.len_q);
+    Range plain = {mine.begin, mine.begin};
+    if (masks_every_tile || asks_blocks || i0 >= i1) return plain;
+    if (has_bias && i0 + 64 > last_query(args, seq)) return plain;   // rows that do not exist have no bias
+    const i32 begin = visible_keys(args, seq, i1 - 1).begin, end = visible_keys(args, seq, i0).end;
+    plain.begin = clamp((begin + tile_kv - 1) / tile_kv, mine.begin, mine.end);
+    plain.end = clamp(end / tile_kv, plain.begin, mine.end);
+    return plain;
+  }
+
+  // A tile that these rows do not see.
+  DEVICE void skip() {
+    K_at.wait_full(smem.K_full);   // only a stage that is full may be given back
+    V_at.wait_full(smem.V_full);
+    release_K();
+    release_V();
+  }
+  DEVICE void release_K() {
+    if (leads()) mbarrier_arrive(smem.K_empty.address(0, K_at.stage));
+    K_at.next();
+  }
+  DEVICE void release_V() {
+    if (leads()) mbarrier_arrive(smem.V_empty.address(0, V_at.stage));
+    V_at.next();
+  }
+  DEVICE void release_Q() {   // no product of this group reads it any more
+    if (leads()) mbarrier_arrive(smem.Q_empty.address(0, 0));
+  }
+
+  DEVICE void multiply_QK(Fragment<tile_kv>& S) {
+    K_at.wait_full(smem.K_full);   // K of this tile is there
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < head_dim_tile / 16; ++k)
+      wgmma<elem>(registers_of(S), smem.Q.descriptor_K(k, 64 * group), smem.K[K_at.stage].descriptor_K(k), k > 0);
+    wgmma_commit();
+  }
+  DEVICE void multiply_PV() {
+    V_at.wait_full(smem.V_full);   // V of the tile that P belongs to is there
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < tile_kv / 16; ++k)
+      wgmma<elem, 1>(registers_of(O), P[k], smem.V[V_at.stage].descriptor_MN(k), true);
+    wgmma_commit();
+  }
+
+  // Hide what is hidden, and change scores where options do.
+  template <bool tests> DEVICE void modify(const Sequence& seq, i32 row0, i32 j0, Fragment<tile_kv>& S) {
+    const auto is_kept = [&](i32 i, i32 j) {
+      if constexpr (tests && asks_blocks)
+        return keeps(smem, K_at.stage, i / block_q - (row0 - warp_row) / block_q, j / block_kv - j0 / block_kv);
+      return true;
+    };
+    modify_scores<tests && asks_elements>(args, seq, rules, S, row0, j0, lane, is_kept);
+    if constexpr (tests && !asks_elements)
+#pragma unroll
+      for (int r = 0; r < n_rows; ++r) {   // positions alone decide
+        const Range keys = visible_keys(args, seq, row0 + fragment_row(0, lane, r));
+        const i32 col = j0 + fragment_col(lane, 0);
+        hide_outside(S, r, keys.begin - col, keys.end - col);
+      }
+  }
+
+  // S -> weights, without touching what P V uses.
+  template <Tests tests> DEVICE void soften(const Sequence& seq, i32 i0, i32 j0, Fragment<tile_kv>& S) {
+    const i32 row0 = i0 - 64 * group + warp_row;
+    const bool is_plain = plain.begin * tile_kv <= j0 && j0 < plain.end * tile_kv;
+    if (tests == Tests::none || (tests == Tests::asked && is_plain)) modify<false>(seq, row0, j0, S);
+    else modify<true>(seq, row0, j0, S);
+    if constexpr (asks_blocks) {
+      barrier_sync(1 + group, 128);   // everyone has asked for the stage's kept blocks
+      release_K();
+    }
+    soften_lazily(S, state, shrink, rules.late_scale);
+    if constexpr (has_dropout) drop(rules.dropout, S, row0, j0, lane);
+  }
+  DEVICE void keep_weights(Fragment<tile_kv>& S) {
+#pragma unroll
+    for (int k = 0; k < tile_kv / 16; ++k) repack(P[k], S.at[0][2 * k], S.at[0][2 * k + 1]);
+  }
+
+  template <Tests tests> DEVICE void first_step(const Sequence& seq, i32 i0, i32 j0) {
+    Fragment<tile_kv> S;
+    multiply_QK(S);
+    wgmma_wait<0>();   // S is there; K has been read
+    if constexpr (!asks_blocks) release_K();
+    soften<tests>(seq, i0, j0, S);
+    keep_weights(S);
+  }
+
+  template <Tests tests> DEVICE void step(const Sequence& seq, i32 i0, i32 j0) {
+    Fragment<tile_kv> S;
+    multiply_QK(S);
+    if constexpr (rescales_early) rescale_moved(O, shrink);
+    multiply_PV();
+    wgmma_wait<1>();   // S is there; K has been read
+    if constexpr (!asks_blocks) release_K();
+    soften<tests>(seq, i0, j0, S);
+    if constexpr (holds_softmax) hold_before_wait(state.l[0] + state.l[1], smem.Q_full.address(0, 0));
+    wgmma_wait<0>();   // O has the tile before; V has been read, and P may be written
+    release_V();
+#pragma unroll
+    for (int n = 0; n < head_dim_v_tile / 2; ++n) pin(registers_of(O)[n]);
+    if constexpr (!rescales_early) rescale_moved(O, shrink);
+    keep_weights(S);
+  }
+
+  DEVICE void last_step() {
+    if constexpr (rescales_early) rescale_moved(O, shrink);
+    multiply_PV();
+    wgmma_wait<0>();   // O is complete; V has been read
+    release_V();
+#pragma unroll
+    for (int n = 0; n < head_dim_v_tile / 2; ++n) pin(registers_of(O)[n]);
+  }
+
+  DEVICE void write(const QueryTile& own) {
+    const Results results = results_of(args, own);
+    finish(args, own, results, O, state, own.i0 + warp_row, lane);
+    const i32 i0 = own.i0 + 64 * group;
+    const bool by_tma = stores_by_tma && is_mapped(args, args.maps.O) && (!is_packed || i0 + 64 <= own.seq.rows_q);
+    if (by_tma) {
+      if (!has_o_buffer && head_dim_tile != head_dim_v_tile)
+        barrier_sync(1 + n_groups, n_threads);   // O's rows overlap other groups' rows of Q: all have used it
+      if (has_o_buffer && is_persistent) {
+        if (leads()) bulk_wait_read<0>();
+        barrier_sync(1 + group, 128);   // the last tile's O has been read: its buffer may be overwritten
+      }
+      if constexpr (stores_by_tma) store_panels<out_elem>(O, smem.O, warp_row, lane);
+      fence_async_shared();
+    } else {
+      store_fragment<out_elem>(O, results.O, results.O_rows, warp_row, lane);
+    }
+    const i32 row = static_cast<i32>(own.seq.q_row0) + i0, head = own.h, batch = own.seq.array_b;
+    const bool is_there = i0 < own.seq.rows_q;
+    barrier_sync(1 + group, 128);   // O of all four warps is in its tile; everyone has read `own`
+    if (leads()) {
+      if (by_tma && is_there) {
+        smem.O.store(args.maps.O, 64 * group, row, head, batch);
+        bulk_commit();
+      }
+      if (is_persistent) mbarrier_arrive(smem.work_empty.address(0, work_at.stage));
+      if (is_persistent && !has_o_buffer) {
+        bulk_wait_read<0>();
+        mbarrier_arrive(smem.Q_empty.address(0, 0));   // O has been read: Q may take its place
+      }
+    }
+  }
+};
+
+KERNEL(n_role_threads, 1) fwd_10_persistent(const __grid_constant__ MappedArgs args) {
+  SHARED_MEMORY(Smem, smem);
+  const int role = shfl(static_cast<int>(threadIdx.x) / 128, 0), lane = threadIdx.x % 32;   // uniform in a warp
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int s = 0; s < n_stages; ++s) {
+      mbarrier_init(smem.K_full.address(0, s), 1);
+      mbarrier_init(smem.V_full.address(0, s), 1);
+      mbarrier_init(smem.K_empty.address(0, s), n_groups);
+      mbarrier_init(smem.V_empty.address(0, s), n_groups);
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      mbarrier_init(smem.work_full.address(0, s), 1);
+      mbarrier_init(smem.work_empty.address(0, s), n_groups);
+    }
+    mbarrier_init(smem.Q_full.address(0, 0), 1);
+    mbarrier_init(smem.Q_empty.address(0, 0), n_groups);
+    mbarrier_init(smem.V_landed.address(0, 0), 1);
+    mbarrier_init_fence();
+  }
+  block_sync();   // the barriers are there
+  if (role == 0) {
+    registers_shrink<producer_registers>();
+    if (threadIdx.x < 32) Producer{args, smem, lane}.run();
+  } else {
+    registers_grow<consumer_registers>();
+    const int thread = threadIdx.x % 128;
+    Consumer{args, smem, role - 1, thread, lane, 64 * (role - 1) + thread / 32 * 16}.run();
+  }
+}
