@@ -8,7 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cuflash.problem import Problem
-from cuflash.row import ITEMSIZE, Grid, Map, Number, Params, Row, Slot, Step, Tile, n_slots, round_up, shared_bytes
+from cuflash.row import (
+    ITEMSIZE,
+    Grid,
+    Map,
+    Number,
+    Params,
+    Row,
+    Slot,
+    Step,
+    Tile,
+    n_slots,
+    round_up,
+    shared_bytes,
+)
 from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
 from cuflash.rows_hopper import DTYPES, FLOPS
 
@@ -85,7 +98,6 @@ FWD_10 = Row(
                 _map("K", "TILE_KV", "HEAD_DIM"),
                 _map("V", "TILE_KV", "HEAD_DIM_V"),
                 replace(_map("O", 64, "HEAD_DIM_V"), when=_is_16_bit),
-            ),
             ),
         ),
     ),
