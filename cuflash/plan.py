@@ -356,7 +356,7 @@ def params_of(problem: Problem, row: Row, tile: Tile) -> Params:
         "SPLIT": 0,
         "PRECISION": 1 if problem.precision == "tf32" else 0,
     }
-    params |= dict(row.options)
+    params |= dict(row.options) | dict(tile.options)
     if row.splits is not None:
         params["SPLIT"] = row.splits(problem, params)
     return params

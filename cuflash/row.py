@@ -74,6 +74,10 @@ class Tile:
     least: int = 16
     spills: int = 0
     room: int = 0  # bytes of shared memory a block of the device can have, at least: what it is tuned for
+    options: tuple[tuple[str, int], ...] = ()  # parameters this tile sets itself
+    causal: bool | None = None  # only problems that are, or are not
+    longest: int | None = None  # len_k it is meant for, at most
+    whole_blocks: bool = False  # only problems with a block mask whose blocks are whole tiles
 
     def head_dim(self, size: int) -> int:
         """What CUFLASH_HEAD_DIM becomes for a head_dim: its class, or the chunk it is walked in."""
@@ -86,6 +90,14 @@ class Tile:
         return min(c for c in (*CLASSES, self.chunk_v) if c >= min(size, self.chunk_v))
 
     def takes(self, problem: Problem) -> bool:
+        if self.causal is not None and problem.causal != self.causal:
+            return False
+        if self.longest is not None and problem.len_k > self.longest:
+            return False
+        if self.whole_blocks:
+            block = problem.block_mask
+            if block is None or block[0] % self.tile_q or block[1] % self.tile_kv:
+                return False
         widest = max(problem.head_dim, problem.head_dim_v)
         return ITEMSIZE[problem.dtype] in self.itemsizes and (self.up_to is None or widest <= self.up_to)
 
