@@ -287,12 +287,12 @@ def consider(problem: Problem, device: Device, row: Row) -> Plan | Refusal:
     sizes: dict[str, set[int]] = {}
     for step in row.steps:
         if step.when(problem):
-            sizes.setdefault(step.file, set()).add(step.smem(params))
+            sizes.setdefault(step.file, set()).add(step.smem(params | dict(step.fixed)))
     launches = []
     for step in row.steps:
         if not step.when(problem):
             continue
-        grid = step.grid(problem, params)
+        grid = step.grid(problem, params | dict(step.fixed))
         if 0 in grid:
             continue
         if any(n > most for n, most in zip(grid, MAX_GRID, strict=True)):
@@ -307,6 +307,7 @@ def _launch(
     row: Row, step: Step, params: Params, grid: tuple[int, int, int], device: Device, sizes: set[int]
 ) -> Launch:
     """sizes: shared bytes of the steps in this step's file; different ones are not asserted there (-1)."""
+    params = params | dict(step.fixed)
     mine = {name: value for name, value in params.items() if step.uses is None or name in step.uses}
     unused = {name: -1 if name == "BIAS_DTYPE" else 0 for name in params if name not in mine}
     mine |= unused

@@ -177,6 +177,7 @@ class Step:
     uses: the parameters its source depends on; the others are passed as 0, so that a shared pass is built
     once and not once per row.  None: all of them.
     maps: its kernel takes MappedArgs with these; steps of one row that map the same name share the map.
+    fixed: parameters that are not the row's, such as the warps of a shared pass.
     """
 
     entry: str
@@ -186,6 +187,7 @@ class Step:
     when: Callable[[Problem], bool] = _always
     uses: tuple[str, ...] | None = None
     maps: tuple[Map, ...] = ()
+    fixed: tuple[tuple[str, int], ...] = ()
 
     @property
     def file(self) -> str:

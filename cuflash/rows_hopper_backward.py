@@ -5,6 +5,8 @@ What the workspace holds per query tile is what kernels/lib/query_tiles.cuh says
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash.problem import Problem
 from cuflash.row import (
     Grid,
@@ -31,6 +33,15 @@ QUERY_TILE_USES = (
 )  # fmt: skip
 
 
+# The passes of the options count on a block's warps: as many as bwd_02_tiled has.
+FOUR_WARPS = (("N_WARPS", 4),)
+
+
+def with_four_warps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The same passes for rows with other blocks."""
+    return tuple(replace(step, fixed=FOUR_WARPS) for step in steps)
+
+
 # ---- query tiles
 
 
@@ -47,7 +58,11 @@ OPEN = Step("pass_query_tiles__open", _place_grid, threads=512, uses=QUERY_TILE_
 CLOSE = Step("pass_query_tiles__close", _place_grid, threads=256, uses=QUERY_TILE_USES)
 # Gradients of the options read delta as the rungs before keep it.
 OPTION_DELTA = Step(
-    DELTA.entry, DELTA.grid, when=lambda problem: len(problem.gradients) > 3, uses=DELTA.uses
+    DELTA.entry,
+    DELTA.grid,
+    when=lambda problem: len(problem.gradients) > 3,
+    uses=DELTA.uses,
+    fixed=FOUR_WARPS,
 )
 
 
@@ -110,9 +125,12 @@ def panel(size: int) -> int:
 
 
 def _K_panel(p: Params) -> int:
-    """A half of K's columns is whole panels, where dQ is halved by columns."""
-    half = p["HEAD_DIM"] if p["TILE_Q"] == 128 else p["HEAD_DIM"] // 2
-    return panel(p["HEAD_DIM"]) if half % 32 == 0 else 16
+    """Whole panels make the columns of K that a warpgroup's dQ takes: all, or a half."""
+    return panel(p["HEAD_DIM"] if p["TILE_Q"] == 128 else p["HEAD_DIM"] // 2)
+
+
+def _K_line(p: Params) -> int:
+    return 2 * _K_panel(p)
 
 
 def _columns(name: str):
@@ -124,7 +142,7 @@ def _line(name: str):
 
 
 MAPS = (
-    Map("K", "TILE_KV", _K_panel, lambda p: 2 * _K_panel(p)),
+    Map("K", "TILE_KV", _K_panel, _K_line),
     Map("V", "TILE_KV", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V")),
     Map("Q", "TILE_Q", _columns("HEAD_DIM"), _line("HEAD_DIM")),
     Map("dO", "TILE_Q", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V")),
@@ -157,12 +175,12 @@ BWD_06 = Row(
     (
         OPEN,
         OPTION_DELTA,
-        *OPTIONS_BEFORE,
+        *with_four_warps(OPTIONS_BEFORE),
         Step("bwd_06_specialize", _key_grid, _specialize_smem, maps=MAPS),
         CLOSE,
-        Step("pass_convert__dk", _shared_rows, uses=CONVERT_USES),
-        Step("pass_convert__dv", _shared_rows, uses=CONVERT_USES),
-        *OPTIONS_AFTER,
+        Step("pass_convert__dk", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
+        Step("pass_convert__dv", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
+        *with_four_warps(OPTIONS_AFTER),
     ),
     "a producer warp, two consumer warpgroups; the next S runs under this step's arithmetic",
     dtypes=DTYPES,

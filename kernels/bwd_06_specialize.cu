@@ -39,7 +39,7 @@ constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::t
 constexpr int consumers = 256, consumer_warps = consumers / 32;
 constexpr bool halves_rows = tile_q == 128;   // of dQ: a group has 64 queries, or half of the columns
 constexpr int dQ_cols = halves_rows ? head_dim_tile : head_dim_tile / 2;
-constexpr int K_panel = dQ_cols % 32 == 0 ? 0 : 16;   // a half of K's columns is whole panels
+constexpr int K_panel = dQ_cols % 64 == 0 ? 64 : dQ_cols % 32 == 0 ? 32 : 16;   // a half is whole panels
 // The next S under this step's arithmetic: where registers hold it beside dK and dV.
 constexpr bool runs_ahead = head_dim_tile + head_dim_v_tile <= 192;
 // k16 steps of V^T that stay in registers: shared memory is the limit.
