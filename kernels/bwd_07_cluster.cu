@@ -1,0 +1,545 @@
+// bwd_07_cluster.cu - attention backward for head_dim up to 256: two blocks share Q and dO.   sm_90a
+//
+// Read after   bwd_06_specialize.cu       Read next   nothing: the last backward rung
+// Changes      dK and dV of 256 columns fill the registers of 64 keys, not of 128.  So a cluster of two blocks
+//              takes 128 keys, and what would double is shared: Q and dO are loaded once for both, each block
+//              makes dQ of all 128 keys, but of half of the columns, and the warpgroups divide the products
+//              and not the keys
+//
+// Algorithm    = tiled_backward.backward.   One cluster: 128 keys of one (sequence, key head), 64 a block.
+//                K, V -> shared, once; and of the peer's K the columns whose dQ this block makes
+//                for each query head of the group, each tile of 64 queries that sees these keys:
+//                  weights   S^T = K Q^T,   P = 2^(S - lse)            dV += P^T dO     P -> the other group
+//                  gradients dP^T = V dO^T, dS = P (dP - delta)        dK += dS^T Q     dS -> both blocks
+//                  both      dQ sums += dS K, one tile late: its columns are shared out among the four
+//                dK * scale, dV -> memory                (pass_query_tiles__close makes dQ of the sums)
+// Grid         x: rank + 2 * (tile of 128 keys + tiles * (sequence, key head)): clusters of one head run
+//              together, they read the same Q and dO
+// Groups       0 loader (a warp) and, where rows beyond a length must not leak, cleaner (a warp)
+//              1 weights   2 gradients
+// Shared       K, V [64, .] | K_peer [64, 128] | Q [2][64, .], dO [N_STAGES][64, .] | dS [2][own, peer][64, 64]
+//              | P [2], as registers | lse, delta | steps | barriers              panels (lib/panels.cuh)
+// Registers    per thread: dV or dK 128, S or dP 32, dQ 32, P or dS packed 16; loader 24, the others 240
+// Bytes        per block: K, V, dK, dV once; half of Q and dO, an addition to half of dQ per query tile
+// Barriers     <operand>_full: landed.  Q_empty, dO_empty, dS_empty: both groups of both blocks have used it.
+//              P_full, P_empty between the groups.  S_read, dP_read: lse and step, delta have been read
+#include "lib/params.cuh"
+#include "lib/accumulators.cuh"
+#include "lib/barrier.cuh"
+#include "lib/cluster.cuh"
+#include "lib/key_rows.cuh"
+#include "lib/maps.cuh"
+#include "lib/mbarrier.cuh"
+#include "lib/panels.cuh"
+#include "lib/query_tiles.cuh"
+
+constexpr int own_keys = tile_kv / 2;   // of one block
+static_assert(tile_q == 64 && own_keys == 64 && n_warps == 12, "bwd_07_cluster: its tile is fixed");
+
+// Columns of dQ: a block makes half of them, its weights group the first of these.
+constexpr int weights_cols = head_dim_tile == 128 ? 32 : 64;
+constexpr int gradients_cols = head_dim_tile / 2 - weights_cols;
+constexpr int peer_cols = head_dim_tile == 128 ? 64 : 128;   // whole panels
+DEVICE int first_peer_col(int rank) { return rank * (head_dim_tile == 192 ? 64 : head_dim_tile / 2); }
+DEVICE int first_weights_col(int rank) { return rank * (head_dim_tile == 192 ? 128 : head_dim_tile / 2); }
+DEVICE int first_gradients_col(int rank) {
+  return head_dim_tile == 192 ? 64 + 32 * rank : first_weights_col(rank) + weights_cols;
+}
+
+using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;   // owns the cluster's keys, walks queries
+constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
+// TMA reads the neighbour's rows past a sequence's end; weights of 0 meet them, and 0 x NaN is NaN.
+constexpr bool cleans_queries = is_packed || has_query_lengths, cleans_keys = is_packed || has_key_lengths;
+
+struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
+  PanelTile<own_keys, head_dim_tile> K;
+  PanelTile<own_keys, head_dim_v_tile> V;
+  PanelTile<own_keys, peer_cols> K_peer;
+  PanelTile<tile_q, head_dim_tile> Q[2];
+  PanelTile<tile_q, head_dim_v_tile> dO[n_stages];
+  PanelTile<own_keys, tile_q> dS[2][2];   // transposed; [1]: of the peer's keys
+  Shared<u32, 2 * 4 * 128, 4> P;          // the A operand of each k16 step, thread by thread
+  Shared<float, 2, tile_q> lse;
+  Shared<float, n_stages, tile_q> delta;
+  Shared<i32, 2, 4> steps;
+  Shared<u64, 1, 1> K_full;
+  Shared<u64, 1, 2> Q_landed, Q_full, Q_empty, S_read, P_full, P_empty, dS_full, dS_empty;
+  Shared<u64, 1, n_stages> dO_landed, dO_full, dO_empty, dP_read;
+};
+static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes,
+              "bwd_07_cluster: Smem and its row in cuflash/rows_hopper_backward.py disagree");
+static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes, "bwd_07_cluster: Args and launch.py disagree");
+
+// Rings: the n-th use of a stage.
+template <int n_slots> DEVICE u32 at(Shared<u64, 1, n_slots>& ring, u32 n) { return ring.address(0, n % n_slots); }
+template <int n_slots> DEVICE void wait_full(Shared<u64, 1, n_slots>& ring, u32 n) {
+  mbarrier_wait(at(ring, n), n / n_slots & 1);
+}
+template <int n_slots> DEVICE void wait_empty(Shared<u64, 1, n_slots>& ring, u32 n) {
+  mbarrier_wait(at(ring, n), (n / n_slots & 1) ^ 1);
+}
+template <int n_slots> DEVICE void arrive_at_both(Shared<u64, 1, n_slots>& ring, u32 n) {
+  mbarrier_arrive_remote(at(ring, n), 0);
+  mbarrier_arrive_remote(at(ring, n), 1);
+}
+
+// One tile of queries of one query head: what the loader tells the groups, beside Q's stage.
+struct alignas(16) Step {
+  i32 i0;
+  i32 h;
+  u32 flags;
+  i32 unused;
+  DEVICE bool exists() const { return flags & 1; }
+  DEVICE bool is_last() const { return flags & 2; }
+  DEVICE bool tests() const { return flags & 4; }   // some pair may be hidden
+};
+
+// What the block owns.
+struct Owner {
+  KeyTile tile;   // the cluster's
+  i64 slot;       // its number among all sequences' tiles
+  int rank;       // of the block
+  i32 j0;         // the block's first key
+};
+
+DEVICE Owner owner_of(const Args& args) {
+  Owner own;
+  own.tile = key_tile_along(args, blockIdx.x / 2, own.slot);
+  own.rank = static_cast<int>(cluster_rank());
+  own.j0 = own.tile.j0 + own_keys * own.rank;
+  return own;
+}
+
+// ---- group 0
+
+// One warp.  Each block of the cluster loads 32 of the 64 rows of Q and dO, for both.
+DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, int lane) {
+  const Sequence& seq = own.tile.seq;
+  const int batch = static_cast<int>(seq.array_b), rank = own.rank;
+  if (lane == 0) {
+    const u32 full = smem.K_full.address(0, 0);
+    const int row = static_cast<int>(seq.k_row0) + own.j0, head = static_cast<int>(own.tile.h);
+    mbarrier_arrive_expect(full, smem.K.n_bytes + smem.V.n_bytes + smem.K_peer.n_bytes);
+    smem.K.load(args.maps.K, full, row, head, batch);
+    smem.V.load(args.maps.V, full, row, head, batch);
+#pragma unroll
+    for (int p = 0; p < peer_cols / 64; ++p)
+      tma_load(smem.K_peer.cells.address(p * own_keys, 0), args.maps.K, full,
+               tma_at(first_peer_col(own.rank) + 64 * p, row + own_keys * (1 - 2 * rank), head, batch));
+  }
+  auto& Q_landed = cleans_queries ? smem.Q_landed : smem.Q_full;
+  auto& dO_landed = cleans_queries ? smem.dO_landed : smem.dO_full;
+  const i32 j0 = own.tile.j0, j1 = smallest(j0 + tile_kv, seq.len_k);
+  const Range queries = j0 < j1 ? visible_queries(args, seq, j0, j1 - 1) : Range{0, 0};
+  const int group = static_cast<int>(args.heads / args.heads_k), h_begin = static_cast<int>(own.tile.h) * group;
+  const Global<float> rows(args.workspace[SLOT_ROWS]);
+  QueryWalk<Walk> walk(args, seq, queries, j0, h_begin, h_begin + group, lane);
+  if (!walk.exists() && lane == 0) {
+    smem.steps.as<Vec16<i32>>(0, 0) = {};
+    mbarrier_arrive(at(Q_landed, 0));   // a step that does not exist
+  }
+#pragma unroll 1
+  for (u32 n = 0; walk.exists(); ++n) {
+    const i32 i0 = walk.i0, head = walk.h;
+    const i64 first_row = place_of(args, seq, head, i0) * 2 * tile_q;
+    const int row = static_cast<int>(seq.q_row0) + i0 + rank * (tile_q / 2);
+    wait_empty(smem.Q_empty, n);   // both blocks have used this stage of Q for S and dK
+    wait_empty(smem.S_read, n);    // the weights group has read lse and the step
+    smem.fill_blocks(walk.blocks, i0, lane, n % 2);
+    walk.next();
+    const bool tests = asks_blocks || !is_fully_visible(args, seq, i0, i0 + tile_q, own.j0, own.j0 + own_keys);
+    warp_sync();   // the kept blocks are written
+    if (lane == 0) {
+      const u32 full = at(Q_landed, n);
+      const u32 flags = 1 | (walk.exists() ? 0 : 2) | (tests ? 4 : 0);
+      smem.steps.as<Vec16<i32>>(n % 2, 0) = {{i0, head, static_cast<i32>(flags), 0}};
+      mbarrier_arrive_expect(full, smem.Q[0].n_bytes + 4 * tile_q);
+#pragma unroll
+      for (int p = 0; p < head_dim_tile / 64; ++p)
+        tma_load_multicast(smem.Q[n % 2].cells.address(p * tile_q + rank * (tile_q / 2), 0), args.maps.Q, full,
+                           tma_at(64 * p, row, head, batch), 3);
+      bulk_load(smem.lse.address(n % 2, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
+    }
+    wait_empty(smem.dO_empty, n);   // both blocks have used this stage of dO for dP and dV
+    wait_empty(smem.dP_read, n);    // the gradients group has read delta
+    if (lane == 0) {
+      const u32 full = at(dO_landed, n);
+      mbarrier_arrive_expect(full, smem.dO[0].n_bytes + 4 * tile_q);
+#pragma unroll
+      for (int p = 0; p < head_dim_v_tile / 64; ++p)
+        tma_load_multicast(smem.dO[n % n_stages].cells.address(p * tile_q + rank * (tile_q / 2), 0),
+                           args.maps.dO, full, tma_at(64 * p, row, head, batch), 3);
+      bulk_load(smem.delta.address(n % n_stages, 0), rows.address(first_row + tile_q, 4 * tile_q), 4 * tile_q,
+                full);
+    }
+  }
+}
+
+// One warp: rows of Q and dO that do not exist become zeros before anybody sees them.
+DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
+  bool is_last = false;
+#pragma unroll 1
+  for (u32 n = 0; !is_last; ++n) {
+    wait_full(smem.Q_landed, n);
+    const Step step = smem.steps.as<Step>(n % 2, 0);
+    const bool ends = step.exists() && step.i0 + tile_q > seq.len_q;
+    is_last = step.is_last() || !step.exists();
+    if (ends) smem.Q[n % 2].clear_rows(seq.len_q - step.i0, lane, 32);
+    fence_async_shared();
+    warp_sync();   // the rows are zeros, also to wgmma
+    if (lane == 0) mbarrier_arrive(at(smem.Q_full, n));
+    if (!step.exists()) return;
+    wait_full(smem.dO_landed, n);
+    if (ends) smem.dO[n % n_stages].clear_rows(seq.len_q - step.i0, lane, 32);
+    fence_async_shared();
+    warp_sync();   // as above
+    if (lane == 0) mbarrier_arrive(at(smem.dO_full, n));
+  }
+}
+
+// ---- what groups 1 and 2 have in common
+
+// 64 keys x n columns += A^T B: A packed in registers, B the 64 rows of a tile.
+template <int n, class Tile> DEVICE void add_product(float (&sum)[n], const Words& A, Tile& B) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma<elem, 1>(sum, A[k], B.descriptor_MN(k), true);
+  wgmma_commit();
+}
+// 64 keys x 64 queries = A B^T over the columns of both.
+template <class Tile> DEVICE void product(float (&result)[n_scores], Tile& A, Tile& B) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < Tile::cols / 16; ++k)
+    wgmma<elem>(result, A.descriptor_K(k), B.descriptor_K(k), k > 0);
+  wgmma_commit();
+}
+
+// Columns [first_col, + 2 n) of dQ of one tile: whose they are, and where they go.
+struct DqShare {
+  const Args& args;
+  Smem& smem;
+  const Sequence& seq;
+  u32 step;        // 16 bytes: from K's descriptor to that of the columns
+  u32 step_peer;
+  i64 first;       // dQ_index of this lane's first numbers in place 0
+  i32 places[3] = {};   // of the newest query tile, of the one before, of the one before that
+
+  DEVICE DqShare(const Args& args, Smem& smem, const Owner& own, int first_col, int thread)
+      : args(args), smem(smem), seq(own.tile.seq) {
+    const int peer_col = first_col - first_peer_col(own.rank);
+    step = (first_col / 64 * smem.K.panel_bytes + first_col % 64 * 2) / 16;
+    step_peer = (peer_col / 64 * smem.K_peer.panel_bytes + peer_col % 64 * 2) / 16;
+    first = dQ_index(0, thread / 32, first_col / 8, thread % 32);
+  }
+  DEVICE void follow(const Step& next) {
+    places[2] = places[1];
+    places[1] = places[0];
+    places[0] = static_cast<i32>(place_of(args, seq, next.h, next.i0));
+  }
+  // dQ = dS K of the n-th step, over the keys of both blocks.
+  template <int size> DEVICE void start(float (&dQ)[size], u32 n) {
+    wait_full(smem.dS_full, n);   // dS of own keys is stored, that of the peer's has landed
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      constexpr int row16 = 16 * 128 / 16;
+      const u64 K = k < 4 ? smem.K.descriptor(step + k * row16, smem.K.panel_bytes)
+                          : smem.K_peer.descriptor(step_peer + (k - 4) * row16, smem.K_peer.panel_bytes);
+      wgmma<elem, 1, 1>(dQ, smem.dS[n % 2][k / 4].descriptor_MN(k % 4), K, k > 0);
+    }
+    wgmma_commit();
+  }
+  // The sums += dQ of the step `back` before the newest.
+  template <int size> DEVICE void add(const float (&dQ)[size], int back) {
+    const Global<float> sums(args.workspace[SLOT_DQ]);
+    const i64 index = first + static_cast<i64>(places[back]) * (tile_q * head_dim_tile);
+#pragma unroll
+    for (int c = 0; c < size / 4; ++c)
+      sums.add_as(index + c * 128, Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}});
+  }
+};
+
+// ---- group 1: P and dV
+
+struct WeightsGroup {
+  const MappedArgs& args;
+  Smem& smem;
+  const Owner& own;
+  const int thread, lane;
+  const i32 j;                // the lane's keys: j, j + 8
+  const Range queries[2];     // that they may see
+  const Walk blocks;          // says where the cluster's blocks of keys begin
+  DqShare share;
+  Step step;                  // of the newest S
+  float dV[head_dim_v_tile / 2], S[n_scores], dQ[weights_cols / 2];
+  float slopes[n_scores];
+  Words P;                    // the A operand of dV
+
+  DEVICE WeightsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
+      : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
+        j(own.j0 + thread / 32 * 16 + thread % 32 / 4),
+        queries{visible_queries(args, own.tile.seq, j, j), visible_queries(args, own.tile.seq, j + 8, j + 8)},
+        blocks(args.blocks_of_key, 0, 0, own.tile.j0, own.tile.j0, 0, thread % 32),
+        share(args, smem, own, first_weights_col(own.rank), thread) {}
+
+  DEVICE void run() {
+#pragma unroll
+    for (int d = 0; d < head_dim_v_tile / 2; ++d) dV[d] = 0;
+    read_step(0);
+    if (step.exists()) {
+      product(S, smem.K, smem.Q[0]);
+      wgmma_wait<0>();   // S
+      make_P(0);
+      u32 n = 0;
+      if (!step.is_last()) go_on<true>(n++);
+#pragma unroll 1
+      while (!step.is_last()) go_on<false>(n++);
+      finish(n);
+    }
+    const KeyTile& tile = own.tile;
+    const TileSource target = tile_source(args.dV, tile.seq.array_b, tile.seq.k_row0, tile.h, own.j0,
+                                          tile.seq.rows_k, 0, args.head_dim_v);
+    store_rows<out_elem>(dV, 1, args.dV.data, target, thread / 32 * 16, tile.seq.len_k - own.j0, lane);
+  }
+
+  DEVICE void read_step(u32 n) {
+    wait_full(smem.Q_full, n);   // Q, lse and the step are there
+    step = smem.steps.as<Step>(n % 2, 0);
+    share.follow(step);
+  }
+
+  // S -> P of the newest step: packed for dV, and for the other group.
+  DEVICE void make_P(u32 n) {
+    const HeadRules rules = head_rules_of(args, own.tile.seq, step.h);
+    const auto is_kept = [&](i32 i, i32 j) { return smem.keeps(blocks, j, step.i0, i, n % 2); };
+    if (step.tests())
+      make_weights<true>(args, rules, S, slopes, smem.lse, n % 2, step.i0, j, queries, lane, is_kept);
+    else make_weights<false>(args, rules, S, slopes, smem.lse, n % 2, step.i0, j, queries, lane, is_kept);
+    if (thread == 0) arrive_at_both(smem.Q_empty, n);   // S is complete
+    wait_empty(smem.P_empty, n);   // the other group has read what this overwrites
+    pack_scores(P, S);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      smem.P.as<Vec16<u32>>((n % 2 * 4 + k) * 128 + thread, 0) = {{P[k][0], P[k][1], P[k][2], P[k][3]}};
+    warp_sync();   // the warp has read lse and the step and written its part of P
+    if (lane == 0) {
+      mbarrier_arrive(at(smem.S_read, n));
+      mbarrier_arrive(at(smem.P_full, n));
+    }
+  }
+
+  // Step n, whose P is made, and S and P of the next.
+  template <bool is_first> DEVICE void go_on(u32 n) {
+    wait_full(smem.dO_full, n);
+    add_product(dV, P, smem.dO[n % n_stages]);
+    if (!is_first && n > 1) share.add(dQ, 2);
+    read_step(n + 1);
+    product(S, smem.K, smem.Q[(n + 1) % 2]);
+    wgmma_wait<1>();   // dV has read dO and P
+    if (thread == 0) arrive_at_both(smem.dO_empty, n);
+    if constexpr (is_first) {
+      wgmma_wait<0>();   // S
+    } else {
+      share.start(dQ, n - 1);
+      wgmma_wait<1>();   // S
+    }
+    make_P(n + 1);
+    wgmma_wait<0>();   // dQ has read dS
+    if (!is_first && thread == 0) arrive_at_both(smem.dS_empty, n - 1);
+  }
+
+  // Step n, the last.
+  DEVICE void finish(u32 n) {
+    wait_full(smem.dO_full, n);
+    add_product(dV, P, smem.dO[n % n_stages]);
+    wgmma_wait<0>();   // dV
+    if (n > 1) share.add(dQ, 2);
+    if (n > 0) {
+      share.start(dQ, n - 1);
+      wgmma_wait<0>();   // dQ
+      share.add(dQ, 1);
+    }
+    share.start(dQ, n);
+    wgmma_wait<0>();   // dQ
+    share.add(dQ, 0);
+  }
+};
+
+// ---- group 2: dS and dK
+
+struct GradientsGroup {
+  const MappedArgs& args;
+  Smem& smem;
+  const Owner& own;
+  const int thread, lane;
+  DqShare share;
+  Step step;                  // of the newest dP
+  float dK[head_dim_tile / 2], dP[n_scores], dQ[gradients_cols / 2];
+  Words dS;                   // the A operand of dK
+
+  DEVICE GradientsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
+      : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
+        share(args, smem, own, first_gradients_col(own.rank), thread) {}
+
+  DEVICE void run() {
+#pragma unroll
+    for (int d = 0; d < head_dim_tile / 2; ++d) dK[d] = 0;
+    read_step(0);
+    if (step.exists()) {
+      wait_full(smem.dO_full, 0);
+      product(dP, smem.V, smem.dO[0]);
+      wgmma_wait<0>();   // dP
+      u32 n = 0;
+      if (!step.is_last()) go_on<true>(n++);
+#pragma unroll 1
+      while (!step.is_last()) go_on<false>(n++);
+      finish(n);
+    }
+    const KeyTile& tile = own.tile;
+    const TileSource target = tile_source(args.dK, tile.seq.array_b, tile.seq.k_row0, tile.h, own.j0,
+                                          tile.seq.rows_k, 0, args.head_dim);
+    store_rows<out_elem>(dK, static_cast<float>(args.scale), args.dK.data, target, thread / 32 * 16,
+                         tile.seq.len_k - own.j0, lane);
+  }
+
+  DEVICE void read_step(u32 n) {
+    wait_full(smem.Q_full, n);   // the step is there, and Q
+    step = smem.steps.as<Step>(n % 2, 0);
+    share.follow(step);
+  }
+
+  // dP -> dS of step n, packed for dK, stored here and in the peer for dQ.
+  DEVICE void make_dS(u32 n) {
+    if (thread == 0) arrive_at_both(smem.dO_empty, n);   // dP is complete
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const Pack<float, 2> delta = smem.delta.as<Pack<float, 2>>(n % n_stages, 8 * c + lane % 4 * 2);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dP[4 * c + e] -= delta.item[e % 2];
+    }
+    wait_full(smem.P_full, n);
+    const bool hides = has_bias || step.tests();   // a weight of 0 may meet NaN
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const Vec16<u32> packed = smem.P.as<Vec16<u32>>((n % 2 * 4 + k) * 128 + thread, 0);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int at = 4 * k + r;
+        const float low = low_of<elem>(packed.item[r]), high = high_of<elem>(packed.item[r]);
+        dS[k][r] = pack<elem>(hides && low == 0 ? 0.f : low * dP[2 * at],
+                              hides && high == 0 ? 0.f : high * dP[2 * at + 1]);
+      }
+    }
+    warp_sync();   // the warp has read delta and its part of P
+    if (lane == 0) {
+      mbarrier_arrive(at(smem.dP_read, n));
+      mbarrier_arrive(at(smem.P_empty, n));
+    }
+    wait_empty(smem.dS_empty, n);   // dQ of step n - 2 is complete in both blocks
+    PanelTile<own_keys, tile_q>& mine = smem.dS[n % 2][0];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      stmatrix_x4(mine.address(thread / 32 * 16 + lane % 16, 2 * k + lane / 16), dS[k]);
+    fence_async_shared();
+    barrier_sync(1, 128);   // the group's dS is stored, also for wgmma and the copy
+    if (thread == 0) {
+      const u32 peer = 1 - own.rank;
+      mbarrier_arrive_expect(at(smem.dS_full, n), mine.n_bytes);
+      bulk_to_peer(cluster_address(smem.dS[n % 2][1].address(), peer), mine.address(), mine.n_bytes,
+                   cluster_address(at(smem.dS_full, n), peer));
+    }
+  }
+
+  // Step n, whose dP is complete, and dP of the next.
+  template <bool is_first> DEVICE void go_on(u32 n) {
+    make_dS(n);
+    add_product(dK, dS, smem.Q[n % 2]);
+    if (!is_first && n > 1) share.add(dQ, 2);
+    if constexpr (is_first) {
+      wgmma_wait<0>();   // dK has read Q and dS
+    } else {
+      share.start(dQ, n - 1);
+      wgmma_wait<1>();   // dK has read Q and dS
+    }
+    if (thread == 0) arrive_at_both(smem.Q_empty, n);
+    wait_full(smem.dO_full, n + 1);
+    product(dP, smem.V, smem.dO[(n + 1) % n_stages]);
+    read_step(n + 1);
+    if constexpr (!is_first) {
+      wgmma_wait<1>();   // dQ has read dS
+      if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
+    }
+    wgmma_wait<0>();   // dP
+  }
+
+  // Step n, the last.
+  DEVICE void finish(u32 n) {
+    make_dS(n);
+    add_product(dK, dS, smem.Q[n % 2]);
+    wgmma_wait<0>();   // dK
+    if (n > 1) share.add(dQ, 2);
+    if (n > 0) {
+      share.start(dQ, n - 1);
+      wgmma_wait<0>();   // dQ
+      share.add(dQ, 1);
+    }
+    share.start(dQ, n);
+    wgmma_wait<0>();   // dQ
+    share.add(dQ, 0);
+  }
+};
+
+// ---- the kernel
+
+DEVICE void init_barriers(Smem& smem) {
+  mbarrier_init(at(smem.K_full, 0), 1);
+#pragma unroll
+  for (u32 n = 0; n < 2; ++n) {
+    mbarrier_init(at(smem.Q_landed, n), 1);
+    mbarrier_init(at(smem.Q_full, n), 1);
+    mbarrier_init(at(smem.Q_empty, n), 4);   // two groups in two blocks
+    mbarrier_init(at(smem.S_read, n), 4);    // warps
+    mbarrier_init(at(smem.P_full, n), 4);
+    mbarrier_init(at(smem.P_empty, n), 4);
+    mbarrier_init(at(smem.dS_full, n), 1);
+    mbarrier_init(at(smem.dS_empty, n), 4);
+  }
+#pragma unroll
+  for (u32 n = 0; n < n_stages; ++n) {
+    mbarrier_init(at(smem.dO_landed, n), 1);
+    mbarrier_init(at(smem.dO_full, n), 1);
+    mbarrier_init(at(smem.dO_empty, n), 4);
+    mbarrier_init(at(smem.dP_read, n), 4);
+  }
+  mbarrier_init_fence();
+}
+
+CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedArgs args) {
+  SHARED_MEMORY(Smem, smem);
+  const int group = shfl(static_cast<int>(threadIdx.x) / 128, 0), thread = threadIdx.x % 128;
+  const Owner own = owner_of(args);
+  if (!own.tile.exists) return;   // both blocks of the cluster
+  if (threadIdx.x == 0) init_barriers(smem);
+  cluster_sync();   // the barriers are ready, here and in the peer
+
+  if (group == 0) {
+    registers_shrink<24>();
+    if (thread < 32) load_operands(args, smem, own, thread);
+    else if (cleans_queries && thread < 64) clean_queries(smem, own.tile.seq, thread - 32);
+  } else {
+    registers_grow<240>();
+    wait_full(smem.K_full, 0);
+    if constexpr (cleans_keys) {
+      const i32 end = own.tile.seq.len_k;
+      const auto rows = [&](i32 j0) { return clamp(end - j0, 0, own_keys); };
+      smem.K.clear_rows(rows(own.j0), threadIdx.x - 128, 256);
+      smem.K_peer.clear_rows(rows(own.tile.j0 + own_keys * (1 - own.rank)), threadIdx.x - 128, 256);
+      fence_async_shared();
+      barrier_sync(2, 256);   // keys that do not exist are zeros, also to wgmma
+    }
+    if (group == 1) WeightsGroup(args, smem, own, thread).run();
+    else GradientsGroup(args, smem, own, thread).run();
+  }
+  cluster_sync();   // nobody reaches into a block that has left
+}
