@@ -1,0 +1,257 @@
+// key_group.cuh - one warpgroup of a Hopper backward: 64 keys of the block's tile, and what it does with them.
+//
+// It holds dK and dV of its keys, and per step S^T and dP^T (lib/key_rows.cuh), P and dS in 16 bits and its half
+// of dQ.  Functions named ask_... issue a product and commit it; a wgmma_wait later it is there.  The kernel
+// orders them and says what waits for what.
+//
+// Smem has K, V, Q[], dO[], dS[] (PanelTile), rows (stage s: lse_log2 in row 2 s, delta in row 2 s + 1),
+// sums, and KeptBlocks.
+#pragma once
+#include "accumulators.cuh"
+#include "barrier.cuh"
+#include "key_rows.cuh"
+#include "maps.cuh"
+#include "mbarrier.cuh"
+#include "panels.cuh"
+#include "query_tiles.cuh"
+
+constexpr int SLOT_DALIBI = 0;   // workspace: acc [slots of key tiles, heads], one part of dalibi_slopes each
+constexpr int SLOT_DBIAS = 1;    // workspace: acc [batch, heads, len_k], dbias summed over the queries
+
+constexpr int group_threads = 256, group_warps = group_threads / 32;   // of both groups of a block
+constexpr bool halves_rows = tile_q == 128;   // of dQ: a group has 64 queries, or half of the columns
+constexpr int dQ_cols = halves_rows ? head_dim_tile : head_dim_tile / 2;
+constexpr int K_panel = dQ_cols % 64 == 0 ? 64 : dQ_cols % 32 == 0 ? 32 : 16;   // a half is whole panels
+constexpr bool needs_tests = has_foreign_rows || dbias_case == 1;   // where pairs may be hidden, for dS
+constexpr bool rules_differ = !is_plain || has_mask || has_dropout || wants_dbias;   // from head to head
+static_assert(tile_kv == 128 && (tile_q == 64 || tile_q == 128), "key_group: two groups of 64 keys");
+
+using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;   // owns keys, walks queries
+constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::tiles_are_whole);
+
+using TileK = PanelTile<tile_kv, head_dim_tile, K_panel>;
+using TileV = PanelTile<tile_kv, head_dim_v_tile>;
+using TileQ = PanelTile<tile_q, head_dim_tile>;
+using TiledO = PanelTile<tile_q, head_dim_v_tile>;
+using TileS = PanelTile<tile_kv, tile_q>;   // dS: [keys][queries]
+
+// What a block owns.
+struct Own {
+  KeyTile keys;
+  i64 slot;   // number of the key tile among all sequences'
+  i32 h_begin, h_end;
+  bool shares;   // adds to dK_sum, dV_sum
+};
+DEVICE Own own_of(const Args& args) {
+  Own own = {};
+  const i64 n_blocks = n_slots(args, args.len_k, tile_kv) * args.heads_k;
+  const i64 x = blockIdx.x % n_blocks, split = blockIdx.x / n_blocks, n_parts = gridDim.x / n_blocks;
+  own.keys = key_tile_along(args, x, own.slot);
+  const i64 group = args.heads / args.heads_k;
+  own.h_begin = static_cast<i32>(own.keys.h * group + split * group / n_parts);
+  own.h_end = static_cast<i32>(own.keys.h * group + (split + 1) * group / n_parts);
+  own.shares = n_parts > 1;
+  return own;
+}
+
+// held_steps: k16 steps of V^T that stay in registers: shared memory is the limit.
+template <class Smem, int held_steps> struct KeyGroup {
+  const MappedArgs& args;
+  Smem& smem;
+  const Own& own;
+  const Sequence& seq;
+  const Meeting meeting;
+  const int group, warp, lane;
+  const i32 key0, j;    // first key of the warp, of this lane
+  Range queries[2];     // that this lane's two keys may see
+  HeadRules rules = {};
+  i32 rules_h = -1;     // whose they are
+  OptionSums sums = {};
+  Turns turns;
+  float dK[head_dim_tile / 2], dV[head_dim_v_tile / 2];
+  float S[n_scores], dP[n_scores], slopes[n_scores], dQ[dQ_cols / 2];
+  u32 P[tile_q / 16][4], dS[tile_q / 16][4], V[held_steps + 1][4];
+  KeptWeights kept = {};
+
+  DEVICE KeyGroup(const MappedArgs& args, Smem& smem, const Own& own, const Meeting& meeting, int group,
+                  int thread)
+      : args(args), smem(smem), own(own), seq(own.keys.seq), meeting(meeting), group(group),
+        warp(thread / 32), lane(thread % 32), key0(own.keys.j0 + group * 64 + warp * 16), j(key0 + lane / 4),
+        turns(args, group, thread) {
+    queries[0] = visible_queries(args, seq, j, j);
+    queries[1] = visible_queries(args, seq, j + 8, j + 8);
+    clear(dK);
+    clear(dV);
+    clear(dQ);
+  }
+  template <int n> DEVICE static void clear(float (&x)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] = 0;
+  }
+
+  // ---- the products: asked for here, there after a wgmma_wait
+
+  DEVICE void ask_S(int stage) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < head_dim_tile / 16; ++k)
+      wgmma<elem>(S, smem.K.descriptor_K(k, group * 64), smem.Q[stage].descriptor_K(k), k > 0);
+    wgmma_commit();
+  }
+  DEVICE void ask_dP(int stage) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < head_dim_v_tile / 16; ++k) {
+      const u64 step = smem.dO[stage].descriptor_K(k);
+      if (k < held_steps) wgmma<elem>(dP, V[k < held_steps ? k : 0], step, k > 0);
+      else wgmma<elem>(dP, smem.V.descriptor_K(k, group * 64), step, k > 0);
+    }
+    wgmma_commit();
+  }
+  DEVICE void ask_dV(int stage) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < tile_q / 16; ++k) wgmma<elem, 1>(dV, P[k], smem.dO[stage].descriptor_MN(k), true);
+    wgmma_commit();
+  }
+  DEVICE void ask_dK(int stage) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < tile_q / 16; ++k) wgmma<elem, 1>(dK, dS[k], smem.Q[stage].descriptor_MN(k), true);
+    wgmma_commit();
+  }
+  DEVICE void ask_dQ(int stage) {
+    const u32 first = halves_rows ? group * TileS::panel_bytes / 16 : 0;
+    const u32 first_K = halves_rows ? 0 : group * (dQ_cols / TileK::panel_cols) * TileK::panel_bytes / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < tile_kv / 16; ++k)
+      wgmma<elem, 1, 1>(dQ, smem.dS[stage].descriptor(first + k * TileS::line_bytes, TileS::panel_bytes),
+                        smem.K.descriptor(first_K + k * TileK::line_bytes, TileK::panel_bytes), k > 0);
+    wgmma_commit();
+  }
+
+  // ---- what happens between them
+
+  // K and V have arrived.
+  DEVICE void begin() {
+    if constexpr (has_foreign_rows)
+      if (own.keys.j0 + tile_kv > seq.len_k) {   // dS is 0 there, and 0 x NaN is NaN
+        smem.K.clear_rows(seq.len_k - own.keys.j0, group * 128 + warp * 32 + lane, group_threads);
+        fence_async_shared();
+        barrier_sync(1, group_threads);   // the rows are zeros for both groups
+      }
+#pragma unroll
+    for (int k = 0; k < held_steps; ++k)
+      ldmatrix_x4(V[k], smem.V.address(group * 64 + warp * 16 + lane % 16, 2 * k + lane / 16));
+  }
+
+  DEVICE bool has_foreign_queries(i32 i0) {
+    return (is_packed || has_query_lengths) && i0 + tile_q > seq.len_q;
+  }
+  // Q and dO of the tile at i0 have arrived: P and dS are 0 in rows past the end, and 0 x NaN is NaN.
+  DEVICE void clear_foreign_queries(int stage, i32 i0) {
+    const int thread = group * 128 + warp * 32 + lane;
+    smem.Q[stage].clear_rows(seq.len_q - i0, thread, group_threads);
+    smem.dO[stage].clear_rows(seq.len_q - i0, thread, group_threads);
+    fence_async_shared();
+    barrier_sync(1, group_threads);   // the rows are zeros for both groups
+  }
+
+  // S -> P, in 16 bits too.
+  DEVICE void soften(int stage, const QueryWalk<Walk>& at) {
+    enter_head(at.h);
+    const int row = 2 * stage;
+    const auto is_kept = [&](i32 i, i32 key) { return smem.keeps(at.blocks, key, at.i0, i, stage); };
+    if (is_whole(meeting, at.i0))
+      make_weights<false>(args, rules, S, slopes, smem.rows, row, at.i0, j, queries, lane, is_kept);
+    else
+      make_weights<true>(args, rules, S, slopes, smem.rows, row, at.i0, j, queries, lane, is_kept);
+    if constexpr (has_dropout) kept = kept_weights_of(rules.dropout, at.i0, j, lane);
+    pack_weights(args, P, S, kept);
+  }
+
+  // dP -> dS.
+  DEVICE void differentiate(int stage, const QueryWalk<Walk>& at) {
+    const int row = 2 * stage + 1;
+    if (!needs_tests || is_whole(meeting, at.i0))
+      make_gradients<false>(args, rules, dP, S, P, slopes, kept, smem.rows, row, at.i0, j, queries, sums, lane);
+    else
+      make_gradients<true>(args, rules, dP, S, P, slopes, kept, smem.rows, row, at.i0, j, queries, sums, lane);
+    pack_scores(dS, dP);
+  }
+
+  // dS -> shared memory, where the other group's dQ needs it too: the caller announces it.
+  DEVICE void put_dS(int stage) {
+    const u32 first = smem.dS[stage].address(group * 64 + warp * 16 + lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < tile_q / 16; ++k)   // chunk 2 k + lane / 16: an xor inside the swizzle
+      stmatrix_x4((first ^ k % 4 * 32) + k / 4 * TileS::panel_bytes, dS[k]);
+    fence_async_shared();   // wgmma reads it
+  }
+
+  // dQ of the tile at `place` -> its sum.
+  DEVICE void add_dQ(i64 place, i32 turn) {
+    if constexpr (deterministic) turns.wait(place, turn);
+    const Global<float> to(args.workspace[SLOT_DQ]);
+    const int r = halves_rows ? group * 4 + warp : warp, c0 = halves_rows ? 0 : group * dQ_cols / 8;
+#pragma unroll
+    for (int c = 0; c < dQ_cols / 8; ++c)
+      to.add_as(dQ_index(place, r, c0 + c, lane),
+                Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}});
+  }
+
+  // ---- gradients of options
+
+  DEVICE void enter_head(i32 h) {
+    if constexpr (!rules_differ) {
+      if (rules_h < 0) rules = head_rules_of(args, seq, h);
+    } else if (h != rules_h) {
+      leave_head();
+      rules = head_rules_of(args, seq, h);
+    }
+    rules_h = h;
+  }
+  // The sums of a head's queries -> memory.
+  DEVICE void leave_head() {
+    if (rules_h < 0) return;
+    if constexpr (dbias_case == 2)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float total = warp_sum<4>(sums.columns[half]);
+        if (lane % 4 == 0 && j + 8 * half < seq.rows_k)
+          Global<acc>(args.workspace[SLOT_DBIAS])
+              .store((seq.array_b * args.heads + rules_h) * args.len_k + seq.k_row0 + j + 8 * half, total);
+      }
+    if constexpr (wants_dalibi) {
+      const float mine = warp_sum(sums.slope);
+      if (lane == 0) smem.sums(0, group * 4 + warp) = mine;
+      barrier_sync(1, group_threads);   // all warps have written
+      if (group == 0 && warp == 0 && lane == 0) {
+        float total = 0;
+        for (int w = 0; w < group_warps; ++w) total += smem.sums(0, w);
+        Global<acc>(args.workspace[SLOT_DALIBI]).store(own.slot * args.heads + rules_h, total);
+      }
+      barrier_sync(1, group_threads);   // the sums are read
+    }
+    sums = {};
+  }
+
+  // dK, dV -> memory.
+  DEVICE void finish() {
+    const i32 existing = seq.len_k - key0;
+    const float scale = static_cast<float>(args.scale);
+    const auto rows_of = [&](const Tensor& tensor, i64 dim, i32 end) {
+      return tile_source(tensor, seq.array_b, seq.k_row0, own.keys.h, key0, end, 0, dim);
+    };
+    if (own.shares) {
+      add_rows(dK, args.dK_sum.data, rows_of(args.dK_sum, args.head_dim, seq.len_k), 0, lane);
+      add_rows(dV, args.dV_sum.data, rows_of(args.dV_sum, args.head_dim_v, seq.len_k), 0, lane);
+    } else {
+      store_rows<out_elem>(dK, scale, args.dK.data, rows_of(args.dK, args.head_dim, seq.rows_k), 0, existing,
+                           lane);
+      store_rows<out_elem>(dV, 1, args.dV.data, rows_of(args.dV, args.head_dim_v, seq.rows_k), 0, existing,
+                           lane);
+    }
+  }
+};
