@@ -234,11 +234,14 @@ def _tile_pairs(problem: Problem, own: int, walked: int, by_keys: bool) -> Itera
             yield stop - start, steps, min(begin + steps * walked, other) - begin
 
 
-def _tiled_bytes(problem: Problem, p: Params) -> Traffic:
-    """Additions to dQ_sum count as a read and a write.  {} where gradients of options are wanted too."""
+def tiled_bytes(problem: Problem, p: Params, splits: int | None = None) -> Traffic:
+    """Additions to dQ_sum count as a read and a write.  {} where gradients of options are wanted too.
+
+    splits: blocks that share the query heads of a key head, where it is not what bwd_02_tiled takes.
+    """
     if is_data_dependent(problem) or len(problem.gradients) > 3:
         return {}
-    chunks, splits = _chunks(problem, p), _splits(problem, p)
+    chunks, splits = _chunks(problem, p), splits or _splits(problem, p)
     acc, size = accumulator_bytes(p), ITEMSIZE[problem.dtype]
     heads, heads_k = problem.batch * problem.heads, problem.batch * problem.heads_k
     rows = problem.len_q * heads
@@ -328,7 +331,7 @@ BWD_02 = Row(
     "one pass over key tiles: dK and dV stay put",
     limits=LENGTHS,
     workspace=_tiled_slots,
-    bytes=_tiled_bytes,
+    bytes=tiled_bytes,
 )
 
 

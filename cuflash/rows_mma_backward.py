@@ -1,0 +1,208 @@
+"""Plan rows on tensor cores by mma.sync, backward: bwd_03_mma, bwd_04_pipeline.
+
+Shared memory is what the kernels' headers say; grids, workspace and traffic are those of bwd_02_tiled with
+one chunk.
+"""
+
+from __future__ import annotations
+
+from cuflash.problem import Problem
+from cuflash.row import (
+    CORE,
+    Grid,
+    Params,
+    Row,
+    Slot,
+    Step,
+    Tile,
+    ceil_div,
+    key_head_tiles,
+    n_slots,
+    shared_bytes,
+)
+from cuflash.rows_backward import (
+    CONVERT_DQ,
+    CONVERT_USES,
+    DELTA,
+    OPTIONS_AFTER,
+    OPTIONS_BEFORE,
+    delta_slot,
+    dq_sum_slot,
+    option_slots,
+    row_shape,
+    tiled_bytes,
+)
+from cuflash.rows_forward import Traffic, kept_blocks_bytes
+from cuflash.rows_mma import DTYPES, LIMITS
+
+KB = 1024
+
+
+def _tiles_bytes(p: Params, stages: int, score_tiles: int) -> int:
+    tile_q, tile_kv, dims = p["TILE_Q"], p["TILE_KV"], (p["HEAD_DIM"], p["HEAD_DIM_V"])
+    return shared_bytes(
+        *((2, tile_kv, dim) for dim in dims),
+        *((2, stages * tile_q, dim) for dim in dims),
+        (2, score_tiles * tile_kv, tile_q),
+        *2 * [(4, stages, tile_q)],
+    )
+
+
+# ---- bwd_03_mma
+
+
+def _one_stage(p: Params) -> int:
+    return _tiles_bytes(p, 1, 2)
+
+
+def _lse_log2_slot(problem: Problem) -> Slot:
+    return Slot("lse_log2", problem.accumulator, row_shape(problem))
+
+
+def _sums(problem: Problem, p: Params) -> tuple[Slot, ...]:
+    return delta_slot(problem), _lse_log2_slot(problem), dq_sum_slot(problem)
+
+
+def _traffic(problem: Problem, p: Params, shares: int) -> Traffic:
+    """That of bwd_02_tiled; where nothing but the scale changes a score, lse is read in base 2."""
+    traffic = tiled_bytes(problem, p, shares)
+    if not traffic:
+        return {}
+    rows = problem.batch * problem.heads * problem.len_q * 4
+    reads = 0
+    if problem.softcap is None and problem.dropout is None:
+        reads, traffic["lse"] = traffic["lse"][0] - rows, (rows, 0)
+    return traffic | {"lse_log2": (reads, rows)}
+
+
+def _unshared_bytes(problem: Problem, p: Params) -> Traffic:
+    return _traffic(problem, p, 1)
+
+
+BWD_03 = Row(
+    "bwd_03_mma",
+    False,
+    75,
+    (
+        Tile(32, 64, 4, up_to=128),  # 56 KB at 128
+        Tile(32, 32, 4, up_to=192),  # 53 KB at 192
+        Tile(16, 32, 4, up_to=256),  # 51 KB at 256: sm_75 has 64
+    ),
+    (DELTA, Step("bwd_03_mma", key_head_tiles, _one_stage), CONVERT_DQ),
+    "five tensor-core products; which operand needs a transpose",
+    dtypes=DTYPES,
+    dtype_archs=(("bfloat16", 80),),
+    features=CORE - {"deterministic"},
+    limits=LIMITS,
+    workspace=_sums,
+    bytes=_unshared_bytes,
+    flops_per_clock=2048,
+)
+
+
+# ---- bwd_04_pipeline
+
+ENOUGH_BLOCKS = 264  # two on every SM of a large GPU
+
+
+def _warps_across(p: Params, rows: int, cols: int) -> int:
+    """= warps_across of mma_gradient.cuh."""
+    cuts = []
+    for across in (1, 2, 4, 8):
+        down = p["N_WARPS"] // across
+        if down and rows % (16 * down) == 0 and (cols % (16 * across) == 0 or cols == 8 * across):
+            cuts.append((rows // down + cols // across, across))
+    return min(cuts)[1]
+
+
+def _keeps_scores(p: Params) -> bool:
+    """keeps_P of the kernel: does every warp make whole rows of P^T, dV and dK?"""
+    tile_q, tile_kv, dims = p["TILE_Q"], p["TILE_KV"], (p["HEAD_DIM"], p["HEAD_DIM_V"])
+    step_q = tile_q // 2 if 2 * tile_kv * tile_q > 64 * 32 * p["N_WARPS"] else tile_q
+    return all(_warps_across(p, tile_kv, cols) == 1 for cols in (step_q, *dims))
+
+
+def _two_stages(p: Params) -> int:
+    tiles = p["TILE_KV"], p["TILE_Q"]
+    blocks = p["BLOCK_KV"], p["BLOCK_Q"]
+    kept = 0
+    if p["BLOCK_MASK"]:
+        kept = kept_blocks_bytes(*tiles, *blocks, 2)
+        if p["DETERMINISTIC"] and not kept:
+            kept = shared_bytes((4, 2, 1))  # a tile inside one block: is it kept?
+    return _tiles_bytes(p, 2, 1 if _keeps_scores(p) else 2) + kept
+
+
+def _blocks(problem: Problem, p: Params) -> int:
+    return n_slots(problem, problem.len_k, p["TILE_KV"]) * problem.heads_k
+
+
+def _shares(problem: Problem, p: Params) -> int:
+    """Among how many blocks the query heads of a key head are shared: more where blocks are few."""
+    if problem.deterministic:
+        return 1
+    return max(1, min(problem.group, ENOUGH_BLOCKS // max(_blocks(problem, p), 1)))
+
+
+def _grid(problem: Problem, p: Params) -> Grid:
+    return _blocks(problem, p) * _shares(problem, p), 1, 1
+
+
+def _converted_keys(problem: Problem, p: Params) -> Grid:
+    """A warp per row of dK_sum and dV_sum; none where blocks store dk and dv themselves."""
+    rows = problem.len_k * problem.heads_k * (1 if problem.packed else problem.batch)
+    return (ceil_div(rows, p["N_WARPS"]) if _shares(problem, p) > 1 else 0), 1, 1
+
+
+def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
+    turns = n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads if problem.deterministic else 0
+    slots = (
+        *option_slots(problem, p),
+        Slot("turns", "int32", (turns,), zero=True),
+        delta_slot(problem),
+        _lse_log2_slot(problem),
+        dq_sum_slot(problem),
+    )
+    if _shares(problem, p) == 1:
+        return slots
+    shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
+    return (
+        *slots,
+        Slot("dK_sum", problem.accumulator, (*shape, problem.head_dim), zero=True),
+        Slot("dV_sum", problem.accumulator, (*shape, problem.head_dim_v), zero=True),
+    )
+
+
+def _bytes(problem: Problem, p: Params) -> Traffic:
+    """{} too where blocks wait for each other's turn."""
+    return {} if problem.deterministic else _traffic(problem, p, _shares(problem, p))
+
+
+BWD_04 = Row(
+    "bwd_04_pipeline",
+    False,
+    80,
+    (
+        Tile(64, 128, 4, up_to=64),
+        Tile(64, 64, 4, up_to=128, room=113 * KB),
+        Tile(32, 64, 4, up_to=128),
+        Tile(64, 64, 8, up_to=256, room=209 * KB),
+        Tile(32, 64, 8, up_to=256),
+        Tile(16, 32, 4, up_to=256),
+    ),
+    (
+        DELTA,
+        *OPTIONS_BEFORE,
+        Step("bwd_04_pipeline", _grid, _two_stages),
+        Step(CONVERT_DQ.entry, CONVERT_DQ.grid, uses=CONVERT_USES),
+        Step("pass_convert__dk", _converted_keys, uses=CONVERT_USES),
+        Step("pass_convert__dv", _converted_keys, uses=CONVERT_USES),
+        *OPTIONS_AFTER,
+    ),
+    "Q and dO double-buffered",
+    dtypes=DTYPES,
+    limits=LIMITS,
+    workspace=_slots,
+    bytes=_bytes,
+    flops_per_clock=2048,
+)

@@ -1,0 +1,277 @@
+// bwd_04_pipeline.cu - attention backward on tensor cores, Q and dO double-buffered.   sm_80 and later
+//
+// Read after   bwd_03_mma.cu          Read next   nothing yet: the last rung on mma.sync
+// Changes      Q and dO have two stages: the next tile is asked for before this one is used.  Where a warp
+//              makes whole rows of P^T and dS^T they stay in its registers.  Every option of the contract
+//
+// Algorithm    = tiled_backward.backward.   One block: TILE_KV keys of one (batch, key head).
+//                ask for K, V and the first Q, dO
+//                for each query head of the group, each query tile that sees these keys:
+//                  wait; ask for the next Q, dO
+//                  S^T = K Q^T,  dP^T = V dO^T                 registers, STEP_Q queries at a time
+//                  P, dS                                       lib/mma_gradient.cuh; tiles visible as a whole
+//                                                              are not tested
+//                  dV += P^T dO,  dK += dS^T Q                 registers, over the whole walk
+//                  dQ_sum += dS K                              memory, atomically, 16 bytes at a time
+//                dK * scale, dV -> memory                      (pass_convert makes dQ of dQ_sum)
+//              Where that leaves too few blocks, n_shares blocks share the heads of a group and add to dK_sum
+//              and dV_sum in memory.
+//              deterministic: blocks add to a tile of dQ_sum in turn, keys ascending.  A block waits for one
+//              with a smaller number only, and those have started
+// Grid         x: tile + n_tiles * share; tiles by sections of heads whose Q, dO and dQ_sum fit the L2 cache
+// Tile         TILE_Q x TILE_KV x HEAD_DIM; each product is cut among the warps so that they read least
+// Shared       in 16 bits, chunks permuted: K, V [TILE_KV, .] | Q, dO [2][TILE_Q, .] | dS^T and, unless it
+//              stays in registers, P^T [TILE_KV, TILE_Q]; lse, delta [2][TILE_Q] in float32
+// Registers    per thread: dK, dV 2 TILE_KV HEAD_DIM / n_threads floats, S and dP STEP_Q TILE_KV / n_threads.
+//              No spills without options
+// Bytes        per block: K, V, dK, dV once; Q, dO, lse, delta and dQ_sum (an addition) per query tile
+// Barriers     2 a tile: "the tile is there, and everyone has used the one before", "P and dS are there"
+#include "lib/params.cuh"
+#include "lib/barrier.cuh"
+#include "lib/blocks.cuh"
+#include "lib/mma_gradient.cuh"
+
+constexpr int SLOT_DALIBI = 0;   // workspace: float [slots of key tiles, heads], one part of dalibi_slopes each
+constexpr int SLOT_DBIAS = 1;    // workspace: float [batch, heads, len_k], dbias summed over the queries
+constexpr int SLOT_TURNS = 2;    // workspace: i32 [heads, slots of query tiles], blocks that have added
+
+// Queries at a time: S and dP get 64 registers together, beside dK and dV.
+constexpr int step_q = 2 * tile_kv * tile_q / n_threads > 64 ? tile_q / 2 : tile_q;
+// Columns of dQ at a time: fewer where dK, dV and dQ together would leave too few registers.
+constexpr int kept_floats = tile_kv * (head_dim_tile + head_dim_v_tile) / n_threads;
+constexpr bool halves_dQ = kept_floats + tile_q * head_dim_tile / n_threads > 160 && head_dim_tile % 128 == 0;
+constexpr int step_d = halves_dQ ? head_dim_tile / 2 : head_dim_tile;
+using OfScores = Share<tile_kv, step_q>;   // S^T, dP^T
+using OfK = Share<tile_kv, head_dim_tile>;
+using OfV = Share<tile_kv, head_dim_v_tile>;
+constexpr bool keeps_P = OfScores::across == 1 && OfK::across == 1 && OfV::across == 1;
+
+using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;
+// In turn, a block visits tiles without kept blocks too: others wait until it has.
+constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::tiles_are_whole);
+
+struct Tiles {
+  XorTile<tile_kv, head_dim_tile> K;
+  XorTile<tile_kv, head_dim_v_tile> V;
+  XorTile<tile_q, head_dim_tile> Q[2];     // ring: stage = number of the tile % 2
+  XorTile<tile_q, head_dim_v_tile> dO[2];  // same stage as its Q
+  XorTile<tile_kv, tile_q> of_scores[keeps_P ? 1 : 2];   // dS^T, P^T
+  TileNumbers<2> of_rows;
+};
+struct Smem : Tiles, KeptBlocks<Walk, asks_blocks, 2> {};
+static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "bwd_04_pipeline: Smem and its row disagree");
+static_assert(args_bytes < 0 || sizeof(Args) == args_bytes, "bwd_04_pipeline: Args and launch.py disagree");
+
+// Query tiles in the order in which a block visits them, head after head.
+struct Cursor {
+  i32 h, i0, h_end;
+  DEVICE bool exists() const { return h < h_end; }
+};
+
+// Sums over the queries of one head, `numbers` per lane: scratch of [TILE_KV][.] floats, whose owner has it free.
+struct HeadSums {
+  float of_key[OfScores::n_rows];   // dbias
+  float slope;                      // dalibi
+  DEVICE void clear() {
+    slope = 0;
+#pragma unroll
+    for (int r = 0; r < OfScores::n_rows; ++r) of_key[r] = 0;
+  }
+};
+
+// sums -> memory, in a fixed order.  All threads; scratch is free before and after.
+DEVICE void store_sums(const Args& args, const KeyTile& own, i64 h, HeadSums& sums,
+                       XorTile<tile_kv, tile_q>& scratch, int thread) {
+  const int lane = thread % 32, warp = thread / 32;
+  if constexpr (wants_dalibi) {
+    const float mine = warp_sum(sums.slope);
+    if (lane == 0) scratch.cells.template as<float>(warp, 0) = mine;
+    block_sync();   // all warps have written
+    if (thread == 0) {
+      float total = 0;
+      for (int w = 0; w < n_warps; ++w) total += scratch.cells.template as<float>(w, 0);
+      const i64 tile = own.j0 / tile_kv;
+      const i64 slot = is_packed ? own.seq.k_row0 / tile_kv + own.seq.b + tile : tile * args.batch + own.seq.b;
+      Global<float>(args.workspace[SLOT_DALIBI]).store(slot * args.heads + h, total);
+    }
+    block_sync();   // thread 0 has read: scratch is free
+  }
+  if constexpr (dbias_case == 2) {
+#pragma unroll
+    for (int r = 0; r < OfScores::n_rows; ++r) {
+      const float mine = warp_sum<4>(sums.of_key[r]);
+      if (lane % 4 == 0)
+        scratch.cells.template as<float>(OfScores::row(warp, lane, r), warp % OfScores::across * 2) = mine;
+    }
+    block_sync();   // every part is there
+    for (int row = thread; row < tile_kv && own.j0 + row < own.seq.rows_k; row += n_threads) {
+      float total = 0;
+      for (int w = 0; w < OfScores::across; ++w) total += scratch.cells.template as<float>(row, w * 2);
+      const i64 key = own.seq.k_row0 + own.j0 + row;
+      Global<float>(args.workspace[SLOT_DBIAS])
+          .store((own.seq.array_b * args.heads + h) * args.len_k + key, total);
+    }
+    block_sync();   // all sums are read: scratch is free
+  }
+}
+
+// Where the number of blocks that have added to dQ_sum of query tile i0 is counted.
+DEVICE i64 turn_index(const Args& args, const Sequence& seq, i64 h, i32 i0) {
+  const i64 slot = is_packed ? seq.q_row0 / tile_q + seq.b : seq.b * ceil_div(args.len_q, tile_q);
+  return h * n_slots(args, args.len_q, tile_q) + slot + i0 / tile_q;
+}
+
+KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
+  SHARED_MEMORY(Smem, smem);
+  const int thread = threadIdx.x;
+  int lane = thread % 32, warp = thread / 32;
+  const i64 n_tiles = n_slots(args, args.len_k, tile_kv) * args.heads_k;
+  const i64 share = blockIdx.x / n_tiles, n_shares = gridDim.x / n_tiles;
+  const KeyTile own = key_tile_in_section(args, blockIdx.x % n_tiles);
+  if (!own.exists) return;
+  const Sequence& seq = own.seq;
+  const i32 j0 = own.j0, j1 = smallest(j0 + tile_kv, seq.len_k);
+  const Range queries = j0 < j1 ? visible_queries(args, seq, j0, j1 - 1) : Range{0, 0};
+  const float scale = static_cast<float>(args.scale), scale_log2 = static_cast<float>(args.scale * SCORE_UNIT);
+
+  // A key that nobody sees has no heads to walk: dK = dV = 0.
+  const i64 group = queries.begin < queries.end ? args.heads / args.heads_k : 0;
+  const i32 i_first = queries.begin / tile_q * tile_q;
+  Cursor at = {static_cast<i32>(own.h * group + share * group / n_shares), i_first,
+               static_cast<i32>(own.h * group + (share + 1) * group / n_shares)};
+  Walk walk(args.blocks_of_key, seq.b, at.h, j0, j0 < j1 ? j1 : j0, queries.begin, lane);
+  // From a place that may be past the head's end, or hold no kept block, to the next one to visit.
+  const auto settle = [&](Cursor place) {
+    while (place.exists()) {
+      if constexpr (has_block_mask) {
+        const i32 kept = walk.next(place.i0);
+        if (!deterministic) place.i0 = kept;
+      }
+      if (place.i0 < queries.end) break;
+      ++place.h;
+      place.i0 = i_first;
+      if (has_block_mask && place.exists())
+        walk = Walk(args.blocks_of_key, seq.b, place.h, j0, j1, queries.begin, lane);
+    }
+    return place;
+  };
+  const auto request = [&](const Cursor& place, int stage) {
+    request_tile(smem.Q[stage], args.Q.data,
+                 query_rows(args.Q, seq, place.h, place.i0, seq.len_q, args.head_dim), thread);
+    load_dO<true>(smem.dO[stage], args.dO.data,
+                  query_rows(args.dO, seq, place.h, place.i0, seq.len_q, args.head_dim_v), thread);
+    if (thread < 32) smem.fill_blocks(walk, place.i0, lane, stage);
+    smem.of_rows.load<true>(args, seq, place.h, place.i0, stage, thread);
+    cp_async_commit();
+  };
+  XorTile<tile_kv, tile_q>&dS_smem = smem.of_scores[0], &P_smem = smem.of_scores[keeps_P ? 0 : 1];
+
+  OfK dK;
+  OfV dV;
+  dK.clear();
+  dV.clear();
+  at = settle(at);
+  if (at.exists()) {
+    request_tile(smem.K, args.K.data, key_rows(args.K, seq, own.h, j0, j1, args.head_dim), thread);
+    request_tile(smem.V, args.V.data, key_rows(args.V, seq, own.h, j0, j1, args.head_dim_v), thread);
+    request(at, 0);
+  }
+  HeadRules rules = {};
+  HeadSums sums;
+  i32 h_of_rules = -1;
+  int stage = 0;
+  i64 my_turn = -1;   // of the tile whose additions are under way
+#pragma unroll 1
+  while (at.exists()) {
+    cp_async_wait<0>();
+    block_sync();   // the tile (and K, V) is there; everyone has used the one before: its stage may be refilled
+    if (deterministic && thread == 0 && my_turn >= 0)
+      Global<i32>(args.workspace[SLOT_TURNS]).add_release(my_turn, 1);
+    const Cursor next = settle({at.h, at.i0 + tile_q, at.h_end});
+    if (next.exists()) request(next, stage ^ 1);
+    if (at.h != h_of_rules) {
+      rules = head_rules_of(args, seq, at.h);
+      sums.clear();
+      h_of_rules = at.h;
+    }
+
+    const i32 i0 = at.i0;
+    const bool full = !asks_blocks && is_fully_visible(args, seq, i0, i0 + tile_q, j0, j0 + tile_kv);
+    const auto is_kept = [&](i32 i, i32 j) { return smem.keeps(walk, j, i0, i, stage); };
+    const auto visit = [&](int r, i32 i, i32 j, acc d_score) {
+      if constexpr (dbias_case == 1)
+        Global<bias_elem>(args.dbias.data)
+            .store(rules.dbias0 + i * args.dbias.row + j * args.dbias.col, convert<bias_elem>(d_score));
+      if constexpr (dbias_case == 2) sums.of_key[r] += d_score;
+      if constexpr (wants_dalibi) sums.slope -= d_score * alibi_distance(rules.scoring, i, j);
+    };
+#pragma unroll 1
+    for (int first = 0; first < tile_q; first += step_q) {
+      lane = opaque(lane), warp = opaque(warp);   // else addresses of all five products live in registers
+      OfScores S, dP;
+      S.clear();
+      dP.clear();
+      multiply_rows(S, smem.K, smem.Q[stage], first, warp, lane);
+      multiply_rows(dP, smem.V, smem.dO[stage], first, warp, lane);
+      if (full)
+        share_gradient<false>(args, smem.of_rows, stage, S, dP, seq, rules, scale_log2, i0, first, j0, warp,
+                              lane, is_kept, visit);
+      else
+        share_gradient<true>(args, smem.of_rows, stage, S, dP, seq, rules, scale_log2, i0, first, j0, warp,
+                             lane, is_kept, visit);
+      store_16(dP, dS_smem, first, warp, lane);
+      if constexpr (keeps_P) {
+        multiply_own(dV, S, smem.dO[stage], first, warp, lane);
+        multiply_own(dK, dP, smem.Q[stage], first, warp, lane);
+      } else {
+        store_16(S, P_smem, first, warp, lane);
+      }
+    }
+    if (deterministic && thread == 0) {
+      my_turn = turn_index(args, seq, at.h, i0);
+      const i32 last = smallest(i0 + tile_q, seq.len_q) - 1;
+      Global<i32>(args.workspace[SLOT_TURNS])
+          .wait_for(my_turn, j0 / tile_kv - visible_keys(args, seq, i0, last).begin / tile_kv);
+    }
+    block_sync();   // P and dS are there; in turn, everyone before has added to this tile of dQ_sum
+
+    if constexpr (!keeps_P) {
+      multiply(dV, P_smem, smem.dO[stage], warp, lane);
+      multiply(dK, dS_smem, smem.Q[stage], warp, lane);
+    }
+#pragma unroll 1
+    for (int d0 = 0; d0 < head_dim_tile; d0 += step_d) {
+      Share<tile_q, step_d> dQ;
+      dQ.clear();
+      multiply_columns(dQ, dS_smem, smem.K, d0, warp, lane);
+      add_share(dQ, args.dQ_sum.data, query_rows(args.dQ_sum, seq, at.h, i0, seq.len_q, args.head_dim, d0),
+                warp, lane);
+    }
+
+    if constexpr (wants_dalibi || dbias_case == 2)
+      if (next.h != at.h) {
+        block_sync();   // everyone has used dS: it may hold the sums
+        store_sums(args, own, at.h, sums, dS_smem, thread);
+      }
+    at = next;
+    stage ^= 1;
+  }
+  if constexpr (deterministic) {
+    block_sync();   // the last additions are done
+    if (thread == 0 && my_turn >= 0) Global<i32>(args.workspace[SLOT_TURNS]).add_release(my_turn, 1);
+  }
+
+  const auto place = [&](const Tensor& tensor, i64 dim, i32 end) {
+    return key_rows(tensor, seq, own.h, j0, end, dim);
+  };
+  const i32 existing = seq.len_k - j0;
+  if (n_shares > 1) {
+    add_share(dK, args.dK_sum.data, place(args.dK_sum, args.head_dim, seq.len_k), warp, lane);
+    add_share(dV, args.dV_sum.data, place(args.dV_sum, args.head_dim_v, seq.len_k), warp, lane);
+  } else {
+    store_share<out_elem>(dK, scale, args.dK.data, place(args.dK, args.head_dim, seq.rows_k), existing, warp,
+                          lane);
+    store_share<out_elem>(dV, 1.f, args.dV.data, place(args.dV, args.head_dim_v, seq.rows_k), existing, warp,
+                          lane);
+  }
+}
