@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from cuflash.problem import Problem
 from cuflash.row import (
+    CORE,
     Grid,
     Map,
     Params,
@@ -149,20 +150,59 @@ MAPS = (
 )
 
 
-def _specialize_smem(p: Params) -> int:
+def _tiles_bytes(p: Params, dS_stages: int, barriers: int) -> int:
     q, kv, d, dv = p["TILE_Q"], p["TILE_KV"], p["HEAD_DIM"], p["HEAD_DIM_V"]
-    blocks = kv, q, p["BLOCK_KV"], p["BLOCK_Q"]
+    tiles = shared_bytes(
+        (2, kv, d), (2, kv, dv), (2, 2 * q, d), (2, 2 * q, dv), (2, dS_stages * kv, q),
+        (4, 4, q), (8, 1, barriers), (4, 1, 8),
+    )  # fmt: skip
+    return round_up(tiles, 1024)
+
+
+def _wgmma_smem(p: Params) -> int:
+    return _tiles_bytes(p, 1, 3)
+
+
+def _specialize_smem(p: Params) -> int:
     kept = 0
     if p["BLOCK_MASK"]:
-        kept = kept_blocks_bytes(*blocks, 2)
-        if kept == 0 and p["DETERMINISTIC"]:
+        kept = kept_blocks_bytes(p["TILE_KV"], p["TILE_Q"], p["BLOCK_KV"], p["BLOCK_Q"], 2)
+        if kept == 0 and p["DETERMINISTIC"]:  # tiles that are kept as a whole or not at all are visited too
             kept = shared_bytes((4, 2, 1))
-    tiles = shared_bytes(
-        (2, kv, d), (2, kv, dv), (2, 2 * q, d), (2, 2 * q, dv), (2, 2 * kv, q),
-        (4, 4, q), (8, 1, 9), (4, 1, 8),
-    )  # fmt: skip
-    return round_up(round_up(tiles, 1024) + kept, 1024)
+    return round_up(_tiles_bytes(p, 2, 9) + kept, 1024)
 
+
+def _steps(*own: Step) -> tuple[Step, ...]:
+    """A row's kernel among the passes around it."""
+    return (
+        OPEN,
+        OPTION_DELTA,
+        *with_four_warps(OPTIONS_BEFORE),
+        *own,
+        CLOSE,
+        Step("pass_convert__dk", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
+        Step("pass_convert__dv", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
+        *with_four_warps(OPTIONS_AFTER),
+    )
+
+
+BWD_05 = Row(
+    "bwd_05_wgmma",
+    False,
+    90,
+    (
+        Tile(128, 128, 8, 2, up_to=64, least=64),
+        Tile(64, 128, 8, 2, up_to=128, least=128),
+    ),
+    _steps(Step("bwd_05_wgmma", _key_grid, _wgmma_smem, maps=MAPS)),
+    "wgmma and TMA; dQ leaves by reduce-add",
+    dtypes=DTYPES,
+    exact_arch=True,
+    features=CORE,
+    limits=LIMITS,
+    workspace=workspace,
+    flops_per_clock=4096,
+)
 
 BWD_06 = Row(
     "bwd_06_specialize",
@@ -172,16 +212,7 @@ BWD_06 = Row(
         Tile(128, 128, 12, 2, up_to=64, least=64),
         Tile(64, 128, 12, 2, up_to=128, least=64),
     ),
-    (
-        OPEN,
-        OPTION_DELTA,
-        *with_four_warps(OPTIONS_BEFORE),
-        Step("bwd_06_specialize", _key_grid, _specialize_smem, maps=MAPS),
-        CLOSE,
-        Step("pass_convert__dk", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
-        Step("pass_convert__dv", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
-        *with_four_warps(OPTIONS_AFTER),
-    ),
+    _steps(Step("bwd_06_specialize", _key_grid, _specialize_smem, maps=MAPS)),
     "a producer warp, two consumer warpgroups; the next S runs under this step's arithmetic",
     dtypes=DTYPES,
     exact_arch=True,
