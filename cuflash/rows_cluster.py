@@ -43,7 +43,7 @@ def _smem(p: Params) -> int:
         (4, 2 * 4 * 128, 4),
         (4, 2, queries),
         (4, stages, queries),
-        (4, 2, 4),
+        (4, 8, 4),
         (8, 1, 1),
         *8 * [(8, 1, 2)],
         *4 * [(8, 1, stages)],

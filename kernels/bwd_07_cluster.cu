@@ -51,6 +51,20 @@ constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
 // TMA reads the neighbour's rows past a sequence's end; weights of 0 meet them, and 0 x NaN is NaN.
 constexpr bool cleans_queries = is_packed || has_query_lengths, cleans_keys = is_packed || has_key_lengths;
 
+// One tile of queries of one query head: what the loader tells the groups, beside Q's stage.
+struct alignas(16) Step {
+  i32 i0;
+  i32 h;
+  u32 flags;
+  i32 place;   // of the sums of its dQ (lib/query_tiles.cuh)
+  DEVICE bool exists() const { return flags & 1; }
+  DEVICE bool is_last() const { return flags & 2; }
+  DEVICE bool tests() const { return flags & 4; }   // some pair may be hidden
+};
+
+// dQ of a step is added two steps later: what the loader told is kept until both groups have passed that.
+constexpr int n_steps = 8;
+
 struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   PanelTile<own_keys, head_dim_tile> K;
   PanelTile<own_keys, head_dim_v_tile> V;
@@ -61,7 +75,7 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   Shared<u32, 2 * 4 * 128, 4> P;          // the A operand of each k16 step, thread by thread
   Shared<float, 2, tile_q> lse;
   Shared<float, n_stages, tile_q> delta;
-  Shared<i32, 2, 4> steps;
+  Shared<i32, n_steps, 4> steps;
   Shared<u64, 1, 1> K_full;
   Shared<u64, 1, 2> Q_landed, Q_full, Q_empty, S_read, P_full, P_empty, dS_full, dS_empty;
   Shared<u64, 1, n_stages> dO_landed, dO_full, dO_empty, dP_read;
@@ -83,17 +97,6 @@ template <int n_slots> DEVICE void arrive_at_both(Shared<u64, 1, n_slots>& ring,
   mbarrier_arrive_remote(at(ring, n), 1);
 }
 
-// One tile of queries of one query head: what the loader tells the groups, beside Q's stage.
-struct alignas(16) Step {
-  i32 i0;
-  i32 h;
-  u32 flags;
-  i32 unused;
-  DEVICE bool exists() const { return flags & 1; }
-  DEVICE bool is_last() const { return flags & 2; }
-  DEVICE bool tests() const { return flags & 4; }   // some pair may be hidden
-};
-
 // What the block owns.
 struct Owner {
   KeyTile tile;   // the cluster's
@@ -102,15 +105,34 @@ struct Owner {
   i32 j0;         // the block's first key
 };
 
+// Asked for again at the end, because that is cheaper than to keep it (the compiler must not know: opaque).
 DEVICE Owner owner_of(const Args& args) {
   Owner own;
-  own.tile = key_tile_along(args, blockIdx.x / 2, own.slot);
+  own.tile = key_tile_along(args, opaque(static_cast<int>(blockIdx.x)) / 2, own.slot);
   own.rank = static_cast<int>(cluster_rank());
   own.j0 = own.tile.j0 + own_keys * own.rank;
   return own;
 }
 
 // ---- group 0
+
+// Tiles of queries, from i0 in [begin, end), of which every pair with the block's keys is visible.
+DEVICE Range whole_tiles(const Args& args, const Sequence& seq, i32 j0) {
+  if (masks_every_tile || asks_blocks) return {0, 0};
+  // With j the bounds of its queries move one way: the last key has the latest begin, the first the earliest end.
+  const Range first = visible_queries(args, seq, j0, j0);
+  const Range last = visible_queries(args, seq, j0 + own_keys - 1, j0 + own_keys - 1);
+  return {last.begin, smallest(first.end, last.end) - tile_q + 1};
+}
+
+// The block's half of the rows of a tile, into both blocks.
+template <class Tile>
+DEVICE void load_half(Tile& tile, const TensorMap& map, u32 full, int rank, int row, int head, int batch) {
+  const u32 first = opaque(static_cast<int>(tile.cells.address(rank * (tile_q / 2), 0)));   // registers
+#pragma unroll
+  for (int p = 0; p < Tile::n_panels; ++p)
+    tma_load_multicast(first + p * Tile::panel_bytes, map, full, tma_at(64 * p, row, head, batch), 3);
+}
 
 // One warp.  Each block of the cluster loads 32 of the 64 rows of Q and dO, for both.
 DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, int lane) {
@@ -131,33 +153,32 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
   auto& dO_landed = cleans_queries ? smem.dO_landed : smem.dO_full;
   const i32 j0 = own.tile.j0, j1 = smallest(j0 + tile_kv, seq.len_k);
   const Range queries = j0 < j1 ? visible_queries(args, seq, j0, j1 - 1) : Range{0, 0};
+  const Range whole = whole_tiles(args, seq, own.j0);
   const int group = static_cast<int>(args.heads / args.heads_k), h_begin = static_cast<int>(own.tile.h) * group;
   const Global<float> rows(args.workspace[SLOT_ROWS]);
   QueryWalk<Walk> walk(args, seq, queries, j0, h_begin, h_begin + group, lane);
   if (!walk.exists() && lane == 0) {
-    smem.steps.as<Vec16<i32>>(0, 0) = {};
+    smem.steps.as<Step>(0, 0) = {};
     mbarrier_arrive(at(Q_landed, 0));   // a step that does not exist
   }
 #pragma unroll 1
   for (u32 n = 0; walk.exists(); ++n) {
     const i32 i0 = walk.i0, head = walk.h;
-    const i64 first_row = place_of(args, seq, head, i0) * 2 * tile_q;
+    const i32 place = static_cast<i32>(place_of(args, seq, head, i0));
+    const i64 first_row = static_cast<i64>(place) * 2 * tile_q;
     const int row = static_cast<int>(seq.q_row0) + i0 + rank * (tile_q / 2);
     wait_empty(smem.Q_empty, n);   // both blocks have used this stage of Q for S and dK
     wait_empty(smem.S_read, n);    // the weights group has read lse and the step
     smem.fill_blocks(walk.blocks, i0, lane, n % 2);
     walk.next();
-    const bool tests = asks_blocks || !is_fully_visible(args, seq, i0, i0 + tile_q, own.j0, own.j0 + own_keys);
+    const bool tests = i0 < whole.begin || i0 >= whole.end;
     warp_sync();   // the kept blocks are written
     if (lane == 0) {
       const u32 full = at(Q_landed, n);
       const u32 flags = 1 | (walk.exists() ? 0 : 2) | (tests ? 4 : 0);
-      smem.steps.as<Vec16<i32>>(n % 2, 0) = {{i0, head, static_cast<i32>(flags), 0}};
+      smem.steps.as<Step>(n % n_steps, 0) = {i0, head, flags, place};
       mbarrier_arrive_expect(full, smem.Q[0].n_bytes + 4 * tile_q);
-#pragma unroll
-      for (int p = 0; p < head_dim_tile / 64; ++p)
-        tma_load_multicast(smem.Q[n % 2].cells.address(p * tile_q + rank * (tile_q / 2), 0), args.maps.Q, full,
-                           tma_at(64 * p, row, head, batch), 3);
+      load_half(smem.Q[n % 2], args.maps.Q, full, rank, row, head, batch);
       bulk_load(smem.lse.address(n % 2, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
     }
     wait_empty(smem.dO_empty, n);   // both blocks have used this stage of dO for dP and dV
@@ -165,10 +186,7 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
     if (lane == 0) {
       const u32 full = at(dO_landed, n);
       mbarrier_arrive_expect(full, smem.dO[0].n_bytes + 4 * tile_q);
-#pragma unroll
-      for (int p = 0; p < head_dim_v_tile / 64; ++p)
-        tma_load_multicast(smem.dO[n % n_stages].cells.address(p * tile_q + rank * (tile_q / 2), 0),
-                           args.maps.dO, full, tma_at(64 * p, row, head, batch), 3);
+      load_half(smem.dO[n % n_stages], args.maps.dO, full, rank, row, head, batch);
       bulk_load(smem.delta.address(n % n_stages, 0), rows.address(first_row + tile_q, 4 * tile_q), 4 * tile_q,
                 full);
     }
@@ -181,7 +199,7 @@ DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
 #pragma unroll 1
   for (u32 n = 0; !is_last; ++n) {
     wait_full(smem.Q_landed, n);
-    const Step step = smem.steps.as<Step>(n % 2, 0);
+    const Step step = smem.steps.as<Step>(n % n_steps, 0);
     const bool ends = step.exists() && step.i0 + tile_q > seq.len_q;
     is_last = step.is_last() || !step.exists();
     if (ends) smem.Q[n % 2].clear_rows(seq.len_q - step.i0, lane, 32);
@@ -199,66 +217,81 @@ DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
 
 // ---- what groups 1 and 2 have in common
 
+// A descriptor that the compiler cannot keep from one step to the next: there are too many for that.
+struct Descriptor {
+  u32 low, high;
+  DEVICE explicit Descriptor(u64 first)
+      : low(opaque(static_cast<int>(first))), high(static_cast<u32>(first >> 32)) {}
+  DEVICE u64 at(u32 step) const { return static_cast<u64>(high) << 32 | (low + step); }   // step: 16 bytes
+};
 // 64 keys x n columns += A^T B: A packed in registers, B the 64 rows of a tile.
 template <int n, class Tile> DEVICE void add_product(float (&sum)[n], const Words& A, Tile& B) {
+  const Descriptor rows(B.descriptor_MN(0));
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma<elem, 1>(sum, A[k], B.descriptor_MN(k), true);
+  for (int k = 0; k < 4; ++k) wgmma<elem, 1>(sum, A[k], rows.at(k * Tile::line_bytes), true);
   wgmma_commit();
 }
 // 64 keys x 64 queries = A B^T over the columns of both.
 template <class Tile> DEVICE void product(float (&result)[n_scores], Tile& A, Tile& B) {
+  const Descriptor keys(A.descriptor_K(0)), queries(B.descriptor_K(0));
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < Tile::cols / 16; ++k)
-    wgmma<elem>(result, A.descriptor_K(k), B.descriptor_K(k), k > 0);
+  for (int k = 0; k < Tile::cols / 16; ++k) {
+    const u32 step = (k / 4 * Tile::panel_bytes + k % 4 * 32) / 16;
+    wgmma<elem>(result, keys.at(step), queries.at(step), k > 0);
+  }
   wgmma_commit();
 }
 
-// Columns [first_col, + 2 n) of dQ of one tile: whose they are, and where they go.
+// Columns [first_col, + 2 n) of dQ: what they are made of, and where they go.
 struct DqShare {
   const Args& args;
   Smem& smem;
-  const Sequence& seq;
-  u32 step;        // 16 bytes: from K's descriptor to that of the columns
-  u32 step_peer;
-  i64 first;       // dQ_index of this lane's first numbers in place 0
-  i32 places[3] = {};   // of the newest query tile, of the one before, of the one before that
+  i32 step, step_peer;   // from K's descriptor, K_peer's, to that of the columns: 16 bytes
+  i32 first;             // dQ_index of this lane's first numbers in place 0
 
-  DEVICE DqShare(const Args& args, Smem& smem, const Owner& own, int first_col, int thread)
-      : args(args), smem(smem), seq(own.tile.seq) {
-    const int peer_col = first_col - first_peer_col(own.rank);
+  DEVICE DqShare(const Args& args, Smem& smem, int rank, int first_col, int thread) : args(args), smem(smem) {
+    const int peer_col = first_col - first_peer_col(rank);
     step = (first_col / 64 * smem.K.panel_bytes + first_col % 64 * 2) / 16;
     step_peer = (peer_col / 64 * smem.K_peer.panel_bytes + peer_col % 64 * 2) / 16;
-    first = dQ_index(0, thread / 32, first_col / 8, thread % 32);
-  }
-  DEVICE void follow(const Step& next) {
-    places[2] = places[1];
-    places[1] = places[0];
-    places[0] = static_cast<i32>(place_of(args, seq, next.h, next.i0));
+    first = static_cast<i32>(dQ_index(0, thread / 32, first_col / 8, thread % 32));
   }
   // dQ = dS K of the n-th step, over the keys of both blocks.
   template <int size> DEVICE void start(float (&dQ)[size], u32 n) {
     wait_full(smem.dS_full, n);   // dS of own keys is stored, that of the peer's has landed
+    const Descriptor dS(smem.dS[n % 2][0].descriptor_MN(0));   // the peer's follows: 8 more k16 steps
+    const Descriptor K(smem.K.descriptor(step, smem.K.panel_bytes));
+    const Descriptor K_peer(smem.K_peer.descriptor(step_peer, smem.K_peer.panel_bytes));
+    constexpr u32 k16 = 128;   // 16 rows of a panel, in 16 bytes
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      constexpr int row16 = 16 * 128 / 16;
-      const u64 K = k < 4 ? smem.K.descriptor(step + k * row16, smem.K.panel_bytes)
-                          : smem.K_peer.descriptor(step_peer + (k - 4) * row16, smem.K_peer.panel_bytes);
-      wgmma<elem, 1, 1>(dQ, smem.dS[n % 2][k / 4].descriptor_MN(k % 4), K, k > 0);
-    }
+    for (int k = 0; k < 8; ++k)
+      wgmma<elem, 1, 1>(dQ, dS.at(k * k16), k < 4 ? K.at(k * k16) : K_peer.at((k - 4) * k16), k > 0);
     wgmma_commit();
   }
-  // The sums += dQ of the step `back` before the newest.
-  template <int size> DEVICE void add(const float (&dQ)[size], int back) {
+  // The sums += dQ of the n-th step.
+  template <int size> DEVICE void add(const float (&dQ)[size], u32 n) {
     const Global<float> sums(args.workspace[SLOT_DQ]);
-    const i64 index = first + static_cast<i64>(places[back]) * (tile_q * head_dim_tile);
+    const i64 place = smem.steps.as<Step>(n % n_steps, 0).place;
+    const i64 index = place * (tile_q * head_dim_tile) + first;
 #pragma unroll
     for (int c = 0; c < size / 4; ++c)
       sums.add_as(index + c * 128, Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}});
   }
 };
+
+// target = sum * factor, the rows of the block's keys.
+template <int n>
+DEVICE void store_keys(const Args& args, const float (&sum)[n], float factor, const Tensor& target, i64 dim,
+                       int thread) {
+  const Owner own = owner_of(args);
+  const Sequence& seq = own.tile.seq;
+  store_rows<out_elem>(
+      sum, factor, target.data,
+      tile_source(target, seq.array_b, seq.k_row0, own.tile.h, own.j0, seq.rows_k, 0, dim), thread / 32 * 16,
+      seq.len_k - own.j0, thread % 32);
+}
 
 // ---- group 1: P and dV
 
@@ -268,7 +301,6 @@ struct WeightsGroup {
   const Owner& own;
   const int thread, lane;
   const i32 j;                // the lane's keys: j, j + 8
-  const Range queries[2];     // that they may see
   const Walk blocks;          // says where the cluster's blocks of keys begin
   DqShare share;
   Step step;                  // of the newest S
@@ -279,9 +311,8 @@ struct WeightsGroup {
   DEVICE WeightsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
       : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
         j(own.j0 + thread / 32 * 16 + thread % 32 / 4),
-        queries{visible_queries(args, own.tile.seq, j, j), visible_queries(args, own.tile.seq, j + 8, j + 8)},
         blocks(args.blocks_of_key, 0, 0, own.tile.j0, own.tile.j0, 0, thread % 32),
-        share(args, smem, own, first_weights_col(own.rank), thread) {}
+        share(args, smem, own.rank, first_weights_col(own.rank), thread) {}
 
   DEVICE void run() {
 #pragma unroll
@@ -297,25 +328,23 @@ struct WeightsGroup {
       while (!step.is_last()) go_on<false>(n++);
       finish(n);
     }
-    const KeyTile& tile = own.tile;
-    const TileSource target = tile_source(args.dV, tile.seq.array_b, tile.seq.k_row0, tile.h, own.j0,
-                                          tile.seq.rows_k, 0, args.head_dim_v);
-    store_rows<out_elem>(dV, 1, args.dV.data, target, thread / 32 * 16, tile.seq.len_k - own.j0, lane);
+    store_keys(args, dV, 1, args.dV, args.head_dim_v, thread);
   }
 
   DEVICE void read_step(u32 n) {
     wait_full(smem.Q_full, n);   // Q, lse and the step are there
-    step = smem.steps.as<Step>(n % 2, 0);
-    share.follow(step);
+    step = smem.steps.as<Step>(n % n_steps, 0);
   }
 
   // S -> P of the newest step: packed for dV, and for the other group.
   DEVICE void make_P(u32 n) {
     const HeadRules rules = head_rules_of(args, own.tile.seq, step.h);
     const auto is_kept = [&](i32 i, i32 j) { return smem.keeps(blocks, j, step.i0, i, n % 2); };
-    if (step.tests())
+    if (step.tests()) {   // made here, because few steps need them: registers
+      const Range queries[2] = {visible_queries(args, own.tile.seq, j, j),
+                                visible_queries(args, own.tile.seq, j + 8, j + 8)};
       make_weights<true>(args, rules, S, slopes, smem.lse, n % 2, step.i0, j, queries, lane, is_kept);
-    else make_weights<false>(args, rules, S, slopes, smem.lse, n % 2, step.i0, j, queries, lane, is_kept);
+    } else make_weights<false>(args, rules, S, slopes, smem.lse, n % 2, step.i0, j, {}, lane, is_kept);
     if (thread == 0) arrive_at_both(smem.Q_empty, n);   // S is complete
     wait_empty(smem.P_empty, n);   // the other group has read what this overwrites
     pack_scores(P, S);
@@ -333,7 +362,7 @@ struct WeightsGroup {
   template <bool is_first> DEVICE void go_on(u32 n) {
     wait_full(smem.dO_full, n);
     add_product(dV, P, smem.dO[n % n_stages]);
-    if (!is_first && n > 1) share.add(dQ, 2);
+    if (!is_first && n > 1) share.add(dQ, n - 2);
     read_step(n + 1);
     product(S, smem.K, smem.Q[(n + 1) % 2]);
     wgmma_wait<1>();   // dV has read dO and P
@@ -354,15 +383,15 @@ struct WeightsGroup {
     wait_full(smem.dO_full, n);
     add_product(dV, P, smem.dO[n % n_stages]);
     wgmma_wait<0>();   // dV
-    if (n > 1) share.add(dQ, 2);
+    if (n > 1) share.add(dQ, n - 2);
     if (n > 0) {
       share.start(dQ, n - 1);
       wgmma_wait<0>();   // dQ
-      share.add(dQ, 1);
+      share.add(dQ, n - 1);
     }
     share.start(dQ, n);
     wgmma_wait<0>();   // dQ
-    share.add(dQ, 0);
+    share.add(dQ, n);
   }
 };
 
@@ -380,7 +409,7 @@ struct GradientsGroup {
 
   DEVICE GradientsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
       : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
-        share(args, smem, own, first_gradients_col(own.rank), thread) {}
+        share(args, smem, own.rank, first_gradients_col(own.rank), thread) {}
 
   DEVICE void run() {
 #pragma unroll
@@ -396,17 +425,12 @@ struct GradientsGroup {
       while (!step.is_last()) go_on<false>(n++);
       finish(n);
     }
-    const KeyTile& tile = own.tile;
-    const TileSource target = tile_source(args.dK, tile.seq.array_b, tile.seq.k_row0, tile.h, own.j0,
-                                          tile.seq.rows_k, 0, args.head_dim);
-    store_rows<out_elem>(dK, static_cast<float>(args.scale), args.dK.data, target, thread / 32 * 16,
-                         tile.seq.len_k - own.j0, lane);
+    store_keys(args, dK, static_cast<float>(args.scale), args.dK, args.head_dim, thread);
   }
 
   DEVICE void read_step(u32 n) {
     wait_full(smem.Q_full, n);   // the step is there, and Q
-    step = smem.steps.as<Step>(n % 2, 0);
-    share.follow(step);
+    step = smem.steps.as<Step>(n % n_steps, 0);
   }
 
   // dP -> dS of step n, packed for dK, stored here and in the peer for dQ.
@@ -455,7 +479,7 @@ struct GradientsGroup {
   template <bool is_first> DEVICE void go_on(u32 n) {
     make_dS(n);
     add_product(dK, dS, smem.Q[n % 2]);
-    if (!is_first && n > 1) share.add(dQ, 2);
+    if (!is_first && n > 1) share.add(dQ, n - 2);
     if constexpr (is_first) {
       wgmma_wait<0>();   // dK has read Q and dS
     } else {
@@ -478,15 +502,15 @@ struct GradientsGroup {
     make_dS(n);
     add_product(dK, dS, smem.Q[n % 2]);
     wgmma_wait<0>();   // dK
-    if (n > 1) share.add(dQ, 2);
+    if (n > 1) share.add(dQ, n - 2);
     if (n > 0) {
       share.start(dQ, n - 1);
       wgmma_wait<0>();   // dQ
-      share.add(dQ, 1);
+      share.add(dQ, n - 1);
     }
     share.start(dQ, n);
     wgmma_wait<0>();   // dQ
-    share.add(dQ, 0);
+    share.add(dQ, n);
   }
 };
 
