@@ -47,7 +47,7 @@ def with_four_warps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 
 
 def places(problem: Problem, p: Params) -> int:
-    """Query tiles of all heads: = places_per_head of query_tiles.cuh times heads, and batch where it counts."""
+    """Query tiles of all heads and sequences, as query_tiles.cuh numbers them."""
     return n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
 
 
@@ -67,13 +67,20 @@ OPTION_DELTA = Step(
 )
 
 
+def _dO_is_mapped(problem: Problem) -> bool:
+    """TMA reads dout as it is; of another dtype than q, pass_query_tiles__open writes it in 16 bits."""
+    dout = problem.spec("dout")
+    return dout is None or dout.dtype == problem.dtype
+
+
 def query_tile_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
-    """Slots 2 to 4: rows, dQ, turns."""
+    """Slots 2 to 5: rows, dQ, turns, dO in 16 bits."""
     n, tile = places(problem, p), p["TILE_Q"]
     return (
         Slot("query_rows", "float32", (n, 2, tile)),
         Slot("dQ_tiles", "float32", (n, tile * p["HEAD_DIM"])),
         Slot("turns", "int32", (n if problem.deterministic else 0, 2), zero=True),
+        Slot("dO_tiles", problem.dtype, (0 if _dO_is_mapped(problem) else n, tile * p["HEAD_DIM_V"])),
     )
 
 
@@ -146,7 +153,7 @@ MAPS = (
     Map("K", "TILE_KV", _K_panel, _K_line),
     Map("V", "TILE_KV", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V")),
     Map("Q", "TILE_Q", _columns("HEAD_DIM"), _line("HEAD_DIM")),
-    Map("dO", "TILE_Q", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V")),
+    Map("dO", "TILE_Q", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V"), _dO_is_mapped),
 )
 
 

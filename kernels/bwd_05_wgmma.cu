@@ -52,7 +52,7 @@ DEVICE void request(const MappedArgs& args, Smem& smem, const QueryWalk<Walk>& a
   constexpr u32 rows_bytes = 2 * tile_q * sizeof(float);
   mbarrier_arrive_expect(smem.full(stage), smem.Q[0].n_bytes + smem.dO[0].n_bytes + rows_bytes);
   smem.Q[stage].load(args.maps.Q, smem.full(stage), row, at.h, b);
-  smem.dO[stage].load(args.maps.dO, smem.full(stage), row, at.h, b);
+  load_dO(args, smem.dO[stage], smem.full(stage), at);
   bulk_load(smem.rows.address(2 * stage, 0),
             rows.address(place_of(args, seq, at.h, at.i0) * 2 * tile_q, rows_bytes), rows_bytes,
             smem.full(stage));

@@ -75,10 +75,9 @@ DEVICE void produce(const MappedArgs& args, Smem& smem, const Own& own, const Me
               rows.address(place_of(args, seq, at.h, at.i0) * 2 * tile_q, rows_bytes), rows_bytes,
               smem.Q_full(stage));
     mbarrier_arrive_expect(smem.dO_full(stage), smem.dO[0].n_bytes);
-    smem.dO[stage].load(args.maps.dO, smem.dO_full(stage), row, at.h, b);
+    load_dO(args, smem.dO[stage], smem.dO_full(stage), at);
   }
 }
-
 
 // A consumer: a warpgroup, and what it waits for.
 struct Consumer : KeyGroup<Smem, held_steps> {

@@ -1,7 +1,7 @@
 // pass_query_tiles.cu - before and after a Hopper backward: what lib/query_tiles.cuh keeps per query tile.
 //
 // pass_query_tiles__open    delta = rowsum(dO * O) - dlse and lse_log2 = lse * log2(e), padded to whole tiles;
-//                           dQ sums = 0
+//                           dQ sums = 0; dO in 16 bits where it has others
 // pass_query_tiles__close   dQ = sum * scale, from the order of accumulators to rows; zeros where a query does
 //                           not exist
 // Grid         x: places (lib/query_tiles.cuh)
@@ -9,6 +9,7 @@
 // Bytes        __open: O, dO, lse, dlse once, rows and dQ sums once; __close: sums and dQ once
 #include "lib/params.cuh"
 #include "lib/accumulators.cuh"
+#include "lib/panels.cuh"
 #include "lib/query_tiles.cuh"
 
 constexpr int open_threads = 512, close_threads = 256;
@@ -19,6 +20,17 @@ static_assert(tile_q % 16 == 0 && head_dim_tile % 32 == 0, "pass_query_tiles: wh
 struct Eight {
   acc item[8];
 };
+
+// Chunk `at` of row r of the tile at `place`, as wgmma reads it.
+DEVICE void store_dO(const Args& args, i64 place, int r, int at, const Eight& numbers) {
+  using Tile = PanelTile<tile_q, head_dim_v_tile>;
+  Vec16<elem> chunk;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) chunk.item[e] = convert<elem>(numbers.item[e]);
+  const int line = at / (Tile::panel_cols / 8) * tile_q + r;
+  Global<elem>(args.workspace[SLOT_DO])
+      .store_as(place * (tile_q * head_dim_v_tile) + line * Tile::panel_cols + Tile::place(r, at) * 8, chunk);
+}
 
 // row[d .. d + 8), zeros from `dim` on.
 template <class From> DEVICE Eight load_eight(const Tensor& tensor, i64 first, i64 d, i64 dim) {
@@ -66,6 +78,8 @@ KERNEL(open_threads, 1) pass_query_tiles__open(const __grid_constant__ Args args
   for (int n = 0; n < n_rounds; ++n) {
     const i32 r = n * rows_at_once + thread / row_lanes, i = own.i0 + r;
     acc delta = 0, lse_log2 = -NEG_INF;
+    if constexpr (converts_dO)
+      if (r < tile_q && lane * 8 < head_dim_v_tile) store_dO(args, place, r, lane, dO[n]);
 #pragma unroll
     for (int e = 0; e < 8; ++e)   // a row that attends to nothing has O = 0, and its dO may be NaN
       if (O[n].item[e] != 0) delta += O[n].item[e] * dO[n].item[e];

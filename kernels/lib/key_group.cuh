@@ -54,6 +54,19 @@ DEVICE Own own_of(const Args& args) {
   return own;
 }
 
+// dO of the tile of queries where the walk stands, by one thread; its bytes are expected already.
+DEVICE void load_dO(const MappedArgs& args, TiledO& dO, u32 mbarrier, const QueryWalk<Walk>& at) {
+  const Sequence& seq = at.seq;
+  if constexpr (converts_dO) {
+    const i64 first = place_of(args, seq, at.h, at.i0) * (tile_q * head_dim_v_tile);
+    bulk_load(dO.address(), Global<elem>(args.workspace[SLOT_DO]).address(first, dO.n_bytes), dO.n_bytes,
+              mbarrier);
+  } else {
+    dO.load(args.maps.dO, mbarrier, static_cast<int>(seq.q_row0) + at.i0, at.h,
+            static_cast<int>(seq.array_b));
+  }
+}
+
 // held_steps: k16 steps of V^T that stay in registers: shared memory is the limit.
 template <class Smem, int held_steps> struct KeyGroup {
   const MappedArgs& args;

@@ -10,13 +10,18 @@
 // lane, so that one instruction of a warp adds to 512 neighbouring bytes.  Piece (r, c), of queries 16 r and
 // columns 8 c on, is piece r * HEAD_DIM / 8 + c.
 //
+// dout of another dtype than Q: dO_tiles, elem [places, TILE_Q * HEAD_DIM_V], holds it in 16 bits, as the
+// panels of a PanelTile lie in shared memory.
+//
 // deterministic: blocks of keys add to a tile one after the other, by ascending keys.  turns, i32 [places, 2],
 // counts how many have added, apart for the two warpgroups of a block.
 #pragma once
 #include "barrier.cuh"
 #include "positions.cuh"
 
-constexpr int SLOT_ROWS = 2, SLOT_DQ = 3, SLOT_TURNS = 4;   // of the workspace; 0, 1: as in bwd_02_tiled.cu
+// Of the workspace; 0, 1: as in bwd_02_tiled.cu.
+constexpr int SLOT_ROWS = 2, SLOT_DQ = 3, SLOT_TURNS = 4, SLOT_DO = 5;
+constexpr bool converts_dO = !is_same<dout_elem, elem>;
 
 // Query tiles of a head, over all sequences when packed.
 DEVICE i64 places_per_head(const Args& args) {
