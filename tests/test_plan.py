@@ -231,7 +231,8 @@ def test_names_files_and_entries_are_one_word():
             assert any(entry.split("__")[0] == one.name for entry in entries)
             for step in one.steps:
                 text = (build.kernels_directory() / f"{step.file}.cu").read_text()
-                assert re.search(rf"\b{step.entry}\(const __grid_constant__ Args", text), step.entry
+                kind = "MappedArgs" if step.maps else "Args"
+                assert re.search(rf"\b{step.entry}\)?\(const __grid_constant__ {kind} ", text), step.entry
                 assert step.file == one.name or step.file.startswith("pass_"), step.entry
     starred = [[one.name for one in table if one.starred] for table in (rows.FORWARD, rows.BACKWARD)]
     assert starred[0][-1] == "fwd_02_tiled" and starred[1][-1] == "bwd_02_tiled"
