@@ -360,6 +360,8 @@ def params_of(problem: Problem, row: Row, tile: Tile) -> Params:
     params |= dict(row.options) | dict(tile.options)
     if row.splits is not None:
         params["SPLIT"] = row.splits(problem, params)
+    if row.more is not None:
+        params |= row.more(problem, params)
     return params
 
 

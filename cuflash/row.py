@@ -248,6 +248,7 @@ class Row:
     flops_per_clock: int = 0  # of one SM, for rows on tensor cores; 0: the device's plain arithmetic
     options: tuple[tuple[str, int], ...] = ()  # parameters this row sets itself
     splits: Callable[[Problem, Params], int] | None = None  # SPLIT: among how many blocks keys are shared
+    more: Callable[[Problem, Params], Params] | None = None  # parameters of its own
 
     def tile_of(self, problem: Problem, params_of: ParamsOf, shared_bytes: int) -> tuple[Tile, Params] | None:
         """The first tile that takes the problem in this much shared memory, with its parameters."""

@@ -56,6 +56,12 @@ def _blocks(problem: Problem, p: Params) -> Grid:
     return min(tiles, N_SMS) if p["PERSISTENT"] else tiles, 1, 1
 
 
+def _more(problem: Problem, p: Params) -> Params:
+    """LATE: nothing is added to a score and the scale is positive, so it waits for the softmax."""
+    adds = problem.softcap is not None or problem.has_alibi or problem.bias is not None
+    return {"LATE": int(problem.scale > 0 and not adds)}
+
+
 def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     return (Slot("next_tile", "int32", (1,), zero=True),) if p["PERSISTENT"] == 2 else ()
 
@@ -70,10 +76,8 @@ def _is_16_bit(problem: Problem) -> bool:
     return ITEMSIZE[problem.out_dtype] == 2
 
 
-def _settings(persistent: int, o_buffer: int, hold: int, early: int) -> tuple[tuple[str, int], ...]:
-    return tuple(
-        zip(("PERSISTENT", "O_BUFFER", "HOLD", "EARLY"), (persistent, o_buffer, hold, early), strict=True)
-    )
+PERSISTENT = (("PERSISTENT", 2), ("O_BUFFER", 1))
+ONE_TILE = (("PERSISTENT", 0), ("O_BUFFER", 0))
 
 
 FWD_10 = Row(
@@ -81,11 +85,11 @@ FWD_10 = Row(
     False,
     90,
     (
-        Tile(192, 128, 12, 2, up_to=64, least=64, options=_settings(2, 1, 1, 0)),
-        Tile(192, 112, 12, 2, up_to=96, least=64, options=_settings(2, 1, 0, 0)),
-        Tile(128, 128, 8, 2, up_to=128, least=64, options=_settings(2, 1, 0, 1)),
-        Tile(128, 112, 8, 2, up_to=192, least=64, options=_settings(0, 0, 1, 0)),
-        Tile(128, 80, 8, 2, up_to=256, least=64, options=_settings(0, 0, 1, 0)),
+        Tile(192, 128, 12, 2, up_to=64, least=64, options=PERSISTENT),
+        Tile(192, 112, 12, 2, up_to=96, least=64, options=PERSISTENT),
+        Tile(128, 128, 8, 2, up_to=128, least=64, options=PERSISTENT),
+        Tile(128, 112, 8, 2, up_to=192, least=64, options=ONE_TILE),
+        Tile(128, 80, 8, 2, up_to=256, least=64, options=ONE_TILE),
     ),
     (
         Step(
@@ -106,5 +110,6 @@ FWD_10 = Row(
     exact_arch=True,
     limits=LIMITS,
     workspace=_slots,
+    more=_more,
     flops_per_clock=FLOPS,
 )

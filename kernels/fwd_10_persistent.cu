@@ -14,6 +14,7 @@ constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
 constexpr bool asks_elements = has_bias || masks_every_tile || asks_blocks;
 constexpr bool reads_past_end = is_packed || has_key_lengths;   // TMA finds rows of others there, not zeros
 constexpr bool stores_by_tma = sizeof(out_elem) == 2;
+constexpr bool trusts = !has_dropout;   // that the maximum stays, until a sum says otherwise
 
 struct Apart {
   PanelTile<tile_q, head_dim_tile> Q;
@@ -182,7 +183,6 @@ struct Consumer {
   Fragment<head_dim_v_tile> O;
   u32 P[tile_kv / 16][4];   // weights of the tile whose P V is due
   RowState state;
-  acc shrink[n_rows];       // what O is to be multiplied by before they are added
   Range plain;              // tiles that all 64 rows see as a whole
 
   DEVICE void run() {
@@ -315,10 +315,12 @@ struct Consumer {
   template <bool tests> DEVICE void modify(const Sequence& seq, i32 row0, i32 j0, Fragment<tile_kv>& S) {
     const auto is_kept = [&](i32 i, i32 j) {
       if constexpr (tests && asks_blocks)
-        return keeps(smem, K_at.stage, i / block_q - (row0 - warp_row) / block_q, j / block_kv - j0 / block_kv);
+        return keeps(smem, K_at.stage, i / block_q - (row0 - warp_row) / block_q,
+                     j / block_kv - j0 / block_kv);
       return true;
     };
-    modify_scores<tests && asks_elements>(args, seq, rules, S, row0, j0, lane, is_kept);
+    if constexpr (!only_scales || (tests && asks_elements))
+      modify_scores<tests && asks_elements>(args, seq, rules, S, row0, j0, lane, is_kept);
     if constexpr (tests && !asks_elements)
 #pragma unroll
       for (int r = 0; r < n_rows; ++r) {   // positions alone decide
@@ -328,8 +330,8 @@ struct Consumer {
       }
   }
 
-  // S -> weights, without touching what P V uses.
-  template <Tests tests> DEVICE void soften(const Sequence& seq, i32 i0, i32 j0, Fragment<tile_kv>& S) {
+  // S -> scores: what is hidden is -inf, and options have changed the rest.
+  template <Tests tests> DEVICE void change(const Sequence& seq, i32 i0, i32 j0, Fragment<tile_kv>& S) {
     const i32 row0 = i0 - 64 * group + warp_row;
     const bool is_plain = plain.begin * tile_kv <= j0 && j0 < plain.end * tile_kv;
     if (tests == Tests::none || (tests == Tests::asked && is_plain)) modify<false>(seq, row0, j0, S);
@@ -338,42 +340,48 @@ struct Consumer {
       barrier_sync(1 + group, 128);   // everyone has asked for the stage's kept blocks
       release_K();
     }
-    soften_lazily(S, state, shrink, rules.late_scale);
-    if constexpr (has_dropout) drop(rules.dropout, S, row0, j0, lane);
   }
-  DEVICE void keep_weights(Fragment<tile_kv>& S) {
+  // S -> P, with a look for the maximum; shrink: of what was summed before.
+  DEVICE void soften(i32 i0, i32 j0, Fragment<tile_kv>& S, acc (&shrink)[n_rows]) {
+    soften_lazily(S, state, shrink, rules.late_scale);
+    if constexpr (has_dropout) drop(rules.dropout, S, i0 - 64 * group + warp_row, j0, lane);
 #pragma unroll
     for (int k = 0; k < tile_kv / 16; ++k) repack(P[k], S.at[0][2 * k], S.at[0][2 * k + 1]);
   }
-
   template <Tests tests> DEVICE void first_step(const Sequence& seq, i32 i0, i32 j0) {
     Fragment<tile_kv> S;
     multiply_QK(S);
     wgmma_wait<0>();   // S is there; K has been read
     if constexpr (!asks_blocks) release_K();
-    soften<tests>(seq, i0, j0, S);
-    keep_weights(S);
+    change<tests>(seq, i0, j0, S);
+    acc shrink[n_rows];
+    soften(i0, j0, S, shrink);
   }
 
   template <Tests tests> DEVICE void step(const Sequence& seq, i32 i0, i32 j0) {
     Fragment<tile_kv> S;
     multiply_QK(S);
-    if constexpr (rescales_early) rescale_moved(O, shrink);
     multiply_PV();
     wgmma_wait<1>();   // S is there; K has been read
     if constexpr (!asks_blocks) release_K();
-    soften<tests>(seq, i0, j0, S);
-    if constexpr (holds_softmax) hold_before_wait(state.l[0] + state.l[1], smem.Q_full.address(0, 0));
+    change<tests>(seq, i0, j0, S);
     wgmma_wait<0>();   // O has the tile before; V has been read, and P may be written
     release_V();
 #pragma unroll
     for (int n = 0; n < head_dim_v_tile / 2; ++n) pin(registers_of(O)[n]);
-    if constexpr (!rescales_early) rescale_moved(O, shrink);
-    keep_weights(S);
+    acc sum[n_rows] = {TRUSTED_SUM};
+    if constexpr (trusts) weigh(S, state, rules.late_scale, P, sum);
+    if (trusts && are_trusted(sum)) {
+#pragma unroll
+      for (int r = 0; r < n_rows; ++r) state.l[r] += sum[r];
+    } else {
+      acc shrink[n_rows];
+      soften(i0, j0, S, shrink);
+      rescale(O, shrink);
+    }
   }
 
   DEVICE void last_step() {
-    if constexpr (rescales_early) rescale_moved(O, shrink);
     multiply_PV();
     wgmma_wait<0>();   // O is complete; V has been read
     release_V();

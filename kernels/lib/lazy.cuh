@@ -3,6 +3,9 @@
 // Any number may stand for the maximum: the division at the end makes the result exact.  It is there to keep
 // 2^(score - m) in range, and weights up to 2^LAZY_LOG2 are in range of every 16-bit type.  So m stays until
 // a score exceeds it by more, and O is seldom multiplied.
+//
+// weigh() goes further and does not even look for the maximum: it takes the weights under m as it stands.  A
+// sum of weights that is small says that none was large, and then m would have stayed.
 #pragma once
 #include "fragments.cuh"
 #include "warp.cuh"
@@ -27,11 +30,37 @@ DEVICE void soften_lazily(Fragment<tile_kv>& S, RowState& state, acc (&shrink)[n
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         acc& weight = S.of_row(r, c, e);
-        weight = exp2_approx(weight * late_scale - reference);
+        weight = exp2_approx(fmaf(weight, late_scale, -reference));
         l += weight;
       }
     state.l[r] = l;
   }
+}
+
+// Sums of one lane's weights below this, and m may stay: no weight is larger.
+constexpr acc TRUSTED_SUM = 4096;
+
+// P <- weights of S under m as it stands, packed for P V; sum: of this lane's columns.  S is left as it is:
+// where a sum is TRUSTED_SUM or more, or NaN, soften_lazily(S) is to be called instead.
+DEVICE void weigh(Fragment<tile_kv>& S, const RowState& state, acc late_scale, u32 (&P)[tile_kv / 16][4],
+                  acc (&sum)[n_rows]) {
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) sum[r] = 0;
+#pragma unroll
+  for (int c = 0; c < S.n; ++c)
+#pragma unroll
+    for (int r = 0; r < n_rows; ++r) {
+      const acc left = exp2_approx(fmaf(S.of_row(r, c, 0), late_scale, -state.m[r]));
+      const acc right = exp2_approx(fmaf(S.of_row(r, c, 1), late_scale, -state.m[r]));
+      sum[r] += left + right;
+      P[c / 2][c % 2 * 2 + r] = pack<elem>(left, right);
+    }
+}
+DEVICE bool are_trusted(const acc (&sum)[n_rows]) {
+  bool trusted = true;
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) trusted = trusted && sum[r] < TRUSTED_SUM;
+  return all(trusted);
 }
 
 // O <- O * shrink, where any row of the warp needs it.
