@@ -59,6 +59,9 @@ def pairs(plan: Plan) -> Iterator[tuple[str, str]]:
         grid = " x ".join(f"{n:,}" for n in launch.grid if n > 1) or "1"
         shared = f"{launch.smem_bytes:,} bytes of shared memory"
         yield "launch", f"{launch.name}: {grid} blocks of {launch.block[0]} threads, {shared}"
+        if maps := [one for one in launch.step.maps if one.when(problem)]:
+            boxes = [(one.name, *one.box(dict(launch.params))) for one in maps]
+            yield "maps", ", ".join(f"{name} {rows} x {cols}" for name, cols, rows in boxes) + " at once"
     if plan.tile is not None and not plan.launches:
         yield "launch", "nothing: the result is empty"
     for slot in plan.slots:

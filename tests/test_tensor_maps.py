@@ -223,6 +223,7 @@ def test_copies_that_are_cheap_are_made_with_rows_of_whole_16_bytes():
         ("q", (1, n, heads, 64), 60), ("k", (1, n, heads, 64), 60),
     ]  # fmt: skip
     assert "of its head axis is 120 bytes, no multiple of 16" in str(found)
+    assert "maps        Q 16 x 64, K 16 x 64, O 16 x 64, dQ_sum 16 x 32 at once" in str(found)
 
 
 @pytest.mark.parametrize(
