@@ -81,7 +81,8 @@ template <bool trans, int n> DEVICE void load_B(u32 (&B)[4], u32 address) {
 template <class Result, class TileA, class TileB>
 DEVICE void multiply_rows(Result& result, TileA& A, TileB& B, int b_row0, int warp, int lane) {
   const u32 a0 = address_of_A(A, Result::first_row(warp), lane);
-  const u32 b0 = address_of_B(B, b_row0 + Result::first_col(warp), lane);
+  const int b_lane = Result::n == 1 ? lane % 16 : lane;   // ldmatrix_x2 reads 8 rows
+  const u32 b0 = address_of_B(B, b_row0 + Result::first_col(warp), b_lane);
 #pragma unroll
   for (int k = 0; k < TileA::cols / 16; ++k) {
     u32 a[Result::row_blocks][4];
