@@ -44,14 +44,15 @@ class Buffers:
         np.copyto(tile, x, casting="unsafe")
         return tile
 
-    def load_with(self, name: str, x: np.ndarray, column: Any, factor: float = 1.0) -> np.ndarray:
-        """[factor x, column], (n, dim + 1), of x (n, dim): in the accumulation dtype, one column more."""
+    def load_with(self, name: str, x: np.ndarray, *columns: Any, factor: float = 1.0) -> np.ndarray:
+        """[factor x, columns], (n, dim + 1 or 2), of x (n, dim): in the accumulation dtype, and wider."""
         n, dim = x.shape
-        tile = self.empty(name, n, dim + 1)
+        tile = self.empty(name, n, dim + len(columns))
         np.copyto(tile[:, :dim], x, casting="unsafe")
         if factor != 1:
             tile[:, :dim] *= self.dtype.type(factor)
-        tile[:, dim] = column
+        for number, column in enumerate(columns, dim):
+            tile[:, number] = column
         return tile
 
     def keep_only(self, tile: np.ndarray, kept: np.ndarray, value: float) -> None:

@@ -104,6 +104,17 @@ class Head:
         """The column that Q is loaded with, beside the ones of K: -m, or 0 where `change` subtracts m."""
         return np.where(np.isnan(m), 0, -m) if self.folds_m else 0
 
+    def columns(self, m: np.ndarray) -> tuple[Any, Any]:
+        """The same for an m in natural units, such as lse, whatever the base: two columns beside two of ones.
+
+        m in base 2, rounded, would shift all weights of a row alike, and sums over rows show it.
+        """
+        if not self.folds_m:
+            return 0, 0
+        exact = np.where(np.isnan(m), 0, -m.astype(np.float64) * self.base.units)
+        high = exact.astype(self.number)
+        return high, np.where(np.isinf(exact), 0, exact - high)
+
     def change(self, S: np.ndarray, m: np.ndarray, i0: int, j0: int, buffers: Buffers) -> np.ndarray | None:
         """From the product to the score above m, in place: softcap, ALiBi, bias, masks, in this order.
 
