@@ -101,3 +101,10 @@ FWD_08 = replace(
     steps=(Step("fwd_08_specialize", query_tiles, _with_roles, threads=role_threads, maps=MAPS),),
     teaches="a warp copies, warpgroups multiply, registers move between them",
 )
+
+FWD_09 = replace(
+    FWD_08,
+    name="fwd_09_overlap",
+    steps=(Step("fwd_09_overlap", query_tiles, _with_roles, threads=role_threads, maps=MAPS),),
+    teaches="the next S is issued before this P V; nobody looks for a maximum that stays",
+)

@@ -76,8 +76,8 @@ def _is_16_bit(problem: Problem) -> bool:
     return ITEMSIZE[problem.out_dtype] == 2
 
 
-PERSISTENT = (("PERSISTENT", 2), ("O_BUFFER", 1))
-ONE_TILE = (("PERSISTENT", 0), ("O_BUFFER", 0))
+PERSISTENT = (("PERSISTENT", 2), ("O_BUFFER", 1), ("Q_IN_REGISTERS", 0))
+ONE_TILE = (("PERSISTENT", 0), ("O_BUFFER", 0), ("Q_IN_REGISTERS", 0))
 
 
 FWD_10 = Row(

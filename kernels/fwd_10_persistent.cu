@@ -181,6 +181,7 @@ struct Consumer {
 
   Rules rules;
   Fragment<head_dim_v_tile> O;
+  u32 Q[keeps_Q ? head_dim_tile / 16 : 1][4];
   u32 P[tile_kv / 16][4];   // weights of the tile whose P V is due
   RowState state;
   Range plain;              // tiles that all 64 rows see as a whole
@@ -214,6 +215,13 @@ struct Consumer {
 
     mbarrier_wait(smem.Q_full.address(0, 0), Q_at.phase);   // Q is there
     Q_at.next();
+    if constexpr (keeps_Q) {
+#pragma unroll
+      for (int k = 0; k < head_dim_tile / 16; ++k)
+        ldmatrix_x4(Q[k], smem.Q.address(warp_row + lane % 16, 2 * k + lane / 16));
+      barrier_sync(1 + group, 128);   // all four warps have read Q
+      if (has_o_buffer) release_Q();
+    }
     if constexpr (has_block_mask) walk_announced(seq, i0);
     else walk_range(seq, i0, all, mine);
   }
@@ -240,7 +248,7 @@ struct Consumer {
         for (; t >= mine.begin; --t) step<Tests::all>(seq, i0, t * tile_kv);
       }
     }
-    if (has_o_buffer) release_Q();
+    if (has_o_buffer && !keeps_Q) release_Q();
     if (mine.begin < mine.end) last_step();
 #pragma unroll 1
     for (; t >= all.begin; --t) skip();
@@ -255,7 +263,7 @@ struct Consumer {
     for (j0 = any_tile ? announced() : NO_TILE; j0 != NO_TILE; j0 = announced())
       step<Tests::asked>(seq, i0, j0);
     release_K();   // the stage that said so
-    if (has_o_buffer) release_Q();
+    if (has_o_buffer && !keeps_Q) release_Q();
     if (any_tile) last_step();
   }
   DEVICE i32 announced() {
@@ -298,8 +306,11 @@ struct Consumer {
     K_at.wait_full(smem.K_full);   // K of this tile is there
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < head_dim_tile / 16; ++k)
-      wgmma<elem>(registers_of(S), smem.Q.descriptor_K(k, 64 * group), smem.K[K_at.stage].descriptor_K(k), k > 0);
+    for (int k = 0; k < head_dim_tile / 16; ++k) {
+      const u64 K = smem.K[K_at.stage].descriptor_K(k);
+      if constexpr (keeps_Q) wgmma<elem>(registers_of(S), Q[k], K, k > 0);
+      else wgmma<elem>(registers_of(S), smem.Q.descriptor_K(k, 64 * group), K, k > 0);
+    }
     wgmma_commit();
   }
   DEVICE void multiply_PV() {
