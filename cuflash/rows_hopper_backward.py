@@ -30,7 +30,7 @@ LIMITS = (*LENGTHS, ("head_dim", 128), ("head_dim_v", 128))
 ENOUGH_BLOCKS = 132  # one on every SM of a large GPU
 QUERY_TILE_USES = (
     "DTYPE", "OUT_DTYPE", "O_DTYPE", "DOUT_DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "LENGTHS_Q", "PACKED",
-    "DLSE",
+    "DLSE", "SOFTCAP", "ALIBI", "BIAS_DTYPE", "DALIBI",
 )  # fmt: skip
 
 
@@ -67,21 +67,28 @@ OPTION_DELTA = Step(
 )
 
 
-def _dO_is_mapped(problem: Problem) -> bool:
+def dO_is_mapped(problem: Problem) -> bool:
     """TMA reads dout as it is; of another dtype than q, pass_query_tiles__open writes it in 16 bits."""
     dout = problem.spec("dout")
     return dout is None or dout.dtype == problem.dtype
 
 
+def dO_parts(p: Params) -> int:
+    """16-bit numbers that make one of dout: = dO_parts of query_tiles.cuh."""
+    if p["DOUT_DTYPE"] == p["DTYPE"]:
+        return 1
+    return 3 if p["DALIBI"] and p["DTYPE"] == 1 else 2
+
+
 def query_tile_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
-    """Slots 2 to 5: rows, dQ, turns, dO in 16 bits."""
+    """Slots 2 to 5: rows, dQ, dO in 16 bits; turns of a deterministic backward."""
     n, tile = places(problem, p), p["TILE_Q"]
-    return (
+    slots = (
         Slot("query_rows", "float32", (n, 2, tile)),
         Slot("dQ_tiles", "float32", (n, tile * p["HEAD_DIM"])),
-        Slot("turns", "int32", (n if problem.deterministic else 0, 2), zero=True),
-        Slot("dO_tiles", problem.dtype, (0 if _dO_is_mapped(problem) else n, tile * p["HEAD_DIM_V"])),
+        Slot("dO_tiles", problem.dtype, (dO_parts(p), n if dO_parts(p) > 1 else 0, tile * p["HEAD_DIM_V"])),
     )
+    return (*slots, Slot("turns", "int32", (n, 2), zero=True)) if problem.deterministic else slots
 
 
 # ---- key tiles
@@ -153,14 +160,14 @@ MAPS = (
     Map("K", "TILE_KV", _K_panel, _K_line),
     Map("V", "TILE_KV", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V")),
     Map("Q", "TILE_Q", _columns("HEAD_DIM"), _line("HEAD_DIM")),
-    Map("dO", "TILE_Q", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V"), _dO_is_mapped),
+    Map("dO", "TILE_Q", _columns("HEAD_DIM_V"), _line("HEAD_DIM_V"), dO_is_mapped),
 )
 
 
 def _tiles_bytes(p: Params, dS_stages: int, barriers: int) -> int:
     q, kv, d, dv = p["TILE_Q"], p["TILE_KV"], p["HEAD_DIM"], p["HEAD_DIM_V"]
     tiles = shared_bytes(
-        (2, kv, d), (2, kv, dv), (2, 2 * q, d), (2, 2 * q, dv), (2, dS_stages * kv, q),
+        (2, kv, d), (2, kv, dv), (2, 2 * q, d), (2, 2 * dO_parts(p) * q, dv), (2, dS_stages * kv, q),
         (4, 4, q), (8, 1, barriers), (4, 1, 8),
     )  # fmt: skip
     return round_up(tiles, 1024)

@@ -30,7 +30,7 @@ struct Smem {
   TileK K;
   TileV V;
   TileQ Q[2];    // ring: stage = number of the query tile % 2
-  TiledO dO[2];
+  TiledO dO[2][dO_parts];
   TileS dS[1];
   Shared<float, 4, tile_q> rows;         // stage 0: lse_log2, delta; stage 1
   Shared<u64, 1, 3> barriers;
@@ -50,9 +50,9 @@ DEVICE void request(const MappedArgs& args, Smem& smem, const QueryWalk<Walk>& a
   const int row = static_cast<int>(seq.q_row0) + at.i0, b = static_cast<int>(seq.array_b);
   const Global<float> rows(args.workspace[SLOT_ROWS]);
   constexpr u32 rows_bytes = 2 * tile_q * sizeof(float);
-  mbarrier_arrive_expect(smem.full(stage), smem.Q[0].n_bytes + smem.dO[0].n_bytes + rows_bytes);
+  mbarrier_arrive_expect(smem.full(stage), smem.Q[0].n_bytes + dO_bytes + rows_bytes);
   smem.Q[stage].load(args.maps.Q, smem.full(stage), row, at.h, b);
-  load_dO(args, smem.dO[stage], smem.full(stage), at);
+  load_dO(args, smem, stage, smem.full(stage), at);
   bulk_load(smem.rows.address(2 * stage, 0),
             rows.address(place_of(args, seq, at.h, at.i0) * 2 * tile_q, rows_bytes), rows_bytes,
             smem.full(stage));

@@ -32,7 +32,7 @@ struct Tiles {
   TileK K;
   TileV V;
   TileQ Q[2];    // ring: stage = number of the query tile % 2
-  TiledO dO[2];
+  TiledO dO[2][dO_parts];
   TileS dS[2];
   Shared<float, 4, tile_q> rows;         // stage 0: lse_log2, delta; stage 1
   Shared<u64, 1, 9> barriers;
@@ -74,8 +74,8 @@ DEVICE void produce(const MappedArgs& args, Smem& smem, const Own& own, const Me
     bulk_load(smem.rows.address(2 * stage, 0),
               rows.address(place_of(args, seq, at.h, at.i0) * 2 * tile_q, rows_bytes), rows_bytes,
               smem.Q_full(stage));
-    mbarrier_arrive_expect(smem.dO_full(stage), smem.dO[0].n_bytes);
-    load_dO(args, smem.dO[stage], smem.dO_full(stage), at);
+    mbarrier_arrive_expect(smem.dO_full(stage), dO_bytes);
+    load_dO(args, smem, stage, smem.dO_full(stage), at);
   }
 }
 

@@ -1,6 +1,6 @@
 // pass_query_tiles.cu - before and after a Hopper backward: what lib/query_tiles.cuh keeps per query tile.
 //
-// pass_query_tiles__open    delta = rowsum(dO * O) - dlse and lse_log2 = lse * log2(e), padded to whole tiles;
+// pass_query_tiles__open    delta = rowsum(dO * O) - dlse and lse, padded to whole tiles;
 //                           dQ sums = 0; dO in 16 bits where it has others
 // pass_query_tiles__close   dQ = sum * scale, from the order of accumulators to rows; zeros where a query does
 //                           not exist
@@ -21,15 +21,24 @@ struct Eight {
   acc item[8];
 };
 
-// Chunk `at` of row r of the tile at `place`, as wgmma reads it.
-DEVICE void store_dO(const Args& args, i64 place, int r, int at, const Eight& numbers) {
+// Chunk `at` of row r of the tile at `place`, as wgmma reads it: in 16 bits, then what those lose.
+DEVICE void store_dO(const Args& args, i64 place, int r, int at, Eight numbers) {
   using Tile = PanelTile<tile_q, head_dim_v_tile>;
-  Vec16<elem> chunk;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) chunk.item[e] = convert<elem>(numbers.item[e]);
   const int line = at / (Tile::panel_cols / 8) * tile_q + r;
-  Global<elem>(args.workspace[SLOT_DO])
-      .store_as(place * (tile_q * head_dim_v_tile) + line * Tile::panel_cols + Tile::place(r, at) * 8, chunk);
+  const i64 first = line * Tile::panel_cols + Tile::place(r, at) * 8;
+#pragma unroll
+  for (int part = 0; part < dO_parts; ++part) {
+    Vec16<elem> chunk;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      acc& left = numbers.item[e];
+      chunk.item[e] = convert<elem>(left);
+      left -= convert<acc>(chunk.item[e]);
+      if (left != left) left = 0;   // infinity - infinity
+    }
+    Global<elem>(args.workspace[SLOT_DO])
+        .store_as((part * all_places(args) + place) * (tile_q * head_dim_v_tile) + first, chunk);
+  }
 }
 
 // row[d .. d + 8), zeros from `dim` on.
@@ -77,7 +86,7 @@ KERNEL(open_threads, 1) pass_query_tiles__open(const __grid_constant__ Args args
 #pragma unroll
   for (int n = 0; n < n_rounds; ++n) {
     const i32 r = n * rows_at_once + thread / row_lanes, i = own.i0 + r;
-    acc delta = 0, lse_log2 = -NEG_INF;
+    acc delta = 0, row_lse = -NEG_INF;
     if constexpr (converts_dO)
       if (r < tile_q && lane * 8 < head_dim_v_tile) store_dO(args, place, r, lane, dO[n]);
 #pragma unroll
@@ -90,10 +99,10 @@ KERNEL(open_threads, 1) pass_query_tiles__open(const __grid_constant__ Args args
       if constexpr (has_dlse)
         delta -= Global<acc>(args.dlse.data).load(index_of(args.dlse, seq.array_b, own.h, row));
       const acc lse = Global<acc>(args.lse.data).load(index_of(args.lse, seq.array_b, own.h, row));
-      if (lse != NEG_INF) lse_log2 = lse * LOG2E;
+      if (lse != NEG_INF) row_lse = is_plain ? lse * LOG2E : lse;
     }
     const Global<acc> rows(args.workspace[SLOT_ROWS]);
-    rows.store(place * 2 * tile_q + r, lse_log2);
+    rows.store(place * 2 * tile_q + r, row_lse);
     rows.store((place * 2 + 1) * tile_q + r, delta);
   }
 }

@@ -4,7 +4,7 @@
 // of dQ.  Functions named ask_... issue a product and commit it; a wgmma_wait later it is there.  The kernel
 // orders them and says what waits for what.
 //
-// Smem has K, V, Q[], dO[], dS[] (PanelTile), rows (stage s: lse_log2 in row 2 s, delta in row 2 s + 1),
+// Smem has K, V, Q[], dO[][], dS[] (PanelTile), rows (stage s: lse_log2 in row 2 s, delta in row 2 s + 1),
 // sums, and KeptBlocks.
 #pragma once
 #include "accumulators.cuh"
@@ -54,13 +54,21 @@ DEVICE Own own_of(const Args& args) {
   return own;
 }
 
-// dO of the tile of queries where the walk stands, by one thread; its bytes are expected already.
-DEVICE void load_dO(const MappedArgs& args, TiledO& dO, u32 mbarrier, const QueryWalk<Walk>& at) {
+constexpr u32 dO_bytes = dO_parts * TiledO::n_bytes;
+
+// dO of the tile of queries where the walk stands, by one thread; dO_bytes are expected already.
+template <class Smem>
+DEVICE void load_dO(const MappedArgs& args, Smem& smem, int stage, u32 mbarrier, const QueryWalk<Walk>& at) {
   const Sequence& seq = at.seq;
+  TiledO& dO = smem.dO[stage][0];
   if constexpr (converts_dO) {
-    const i64 first = place_of(args, seq, at.h, at.i0) * (tile_q * head_dim_v_tile);
-    bulk_load(dO.address(), Global<elem>(args.workspace[SLOT_DO]).address(first, dO.n_bytes), dO.n_bytes,
-              mbarrier);
+    const Global<elem> from(args.workspace[SLOT_DO]);
+    const i64 place = place_of(args, seq, at.h, at.i0);
+#pragma unroll
+    for (int part = 0; part < dO_parts; ++part) {
+      const i64 first = (part * all_places(args) + place) * (tile_q * head_dim_v_tile);
+      bulk_load(smem.dO[stage][part].address(), from.address(first, dO.n_bytes), dO.n_bytes, mbarrier);
+    }
   } else {
     dO.load(args.maps.dO, mbarrier, static_cast<int>(seq.q_row0) + at.i0, at.h,
             static_cast<int>(seq.array_b));
@@ -115,16 +123,19 @@ template <class Smem, int held_steps> struct KeyGroup {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < head_dim_v_tile / 16; ++k) {
-      const u64 step = smem.dO[stage].descriptor_K(k);
+      const u64 step = smem.dO[stage][0].descriptor_K(k);
       if (k < held_steps) wgmma<elem>(dP, V[k < held_steps ? k : 0], step, k > 0);
       else wgmma<elem>(dP, smem.V.descriptor_K(k, group * 64), step, k > 0);
+#pragma unroll
+      for (int part = 1; part < dO_parts; ++part)
+        wgmma<elem>(dP, smem.V.descriptor_K(k, group * 64), smem.dO[stage][part].descriptor_K(k), true);
     }
     wgmma_commit();
   }
   DEVICE void ask_dV(int stage) {
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < tile_q / 16; ++k) wgmma<elem, 1>(dV, P[k], smem.dO[stage].descriptor_MN(k), true);
+    for (int k = 0; k < tile_q / 16; ++k) wgmma<elem, 1>(dV, P[k], smem.dO[stage][0].descriptor_MN(k), true);
     wgmma_commit();
   }
   DEVICE void ask_dK(int stage) {
@@ -166,7 +177,7 @@ template <class Smem, int held_steps> struct KeyGroup {
   DEVICE void clear_foreign_queries(int stage, i32 i0) {
     const int thread = group * 128 + warp * 32 + lane;
     smem.Q[stage].clear_rows(seq.len_q - i0, thread, group_threads);
-    smem.dO[stage].clear_rows(seq.len_q - i0, thread, group_threads);
+    smem.dO[stage][0].clear_rows(seq.len_q - i0, thread, group_threads);
     fence_async_shared();
     barrier_sync(1, group_threads);   // the rows are zeros for both groups
   }

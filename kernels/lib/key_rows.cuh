@@ -8,11 +8,10 @@
 #include "mask.cuh"
 #include "mma.cuh"
 #include "philox.cuh"
+#include "query_tiles.cuh"
 #include "score.cuh"
 #include "swizzled.cuh"
 
-// Only scale stands between a product and its score.
-constexpr bool is_plain = !has_softcap && !has_alibi && !has_bias;
 // dS needs more of P than its 16 bits.
 constexpr bool keeps_weights = has_dropout || has_softcap || wants_dbias || wants_dalibi;
 // Rows past a length may hold anything, NaN too.
@@ -30,7 +29,7 @@ struct HeadRules {
 };
 DEVICE HeadRules head_rules_of(const Args& args, const Sequence& seq, i64 h) {
   HeadRules rules = {};
-  rules.scoring = scoring_of(args, seq, h);
+  rules.scoring = is_plain ? scoring_of(args, seq, h) : natural_scoring_of(args, seq, h);
   rules.masking = masking_of(args, seq, h);
   if constexpr (has_dropout) rules.dropout = dropout_of(args, seq.b, h);
   if constexpr (wants_dbias) rules.dbias0 = seq.b * args.dbias.batch + h * args.dbias.head;
@@ -149,8 +148,8 @@ DEVICE KeptWeights kept_weights_of(const Dropout& dropout, i32 i0, i32 j, int la
   return kept;
 }
 
-// S <- P = 2^(score - lse_log2), 0 where hidden.  slopes, with softcap: d score / d (scale q.k).
-// statistics(row, .): lse_log2 of the tile's queries.  keys: what the lane's two keys may see.
+// S <- P = e^(score - lse), 0 where hidden.  slopes, with softcap: d score / d (scale q.k).
+// statistics(row, .): lse of the tile's queries, as query_tiles.cuh keeps it.  keys: what the lane's two keys may see.
 // tests: false where every pair is known to be visible.
 template <bool tests, class Rows, class Kept>
 DEVICE void make_weights(const Args& args, const HeadRules& rules, float (&S)[n_scores],
@@ -183,7 +182,7 @@ DEVICE void make_weights(const Args& args, const HeadRules& rules, float (&S)[n_
           const float capped = capped_log2(rules.scoring, x);
           if constexpr (has_softcap) slopes[4 * c + n] = softcap_slope(rules.scoring, capped);
           const float score = biased_log2(args, rules.scoring, capped, i, key);
-          if (score != NEG_INF) weight = exp2_approx(score - lse.item[e]);   // lse may be NaN
+          if (score != NEG_INF) weight = exp_near(score - lse.item[e]);   // lse may be NaN
         } else if constexpr (has_softcap) {
           slopes[4 * c + n] = 0;
         }
@@ -257,7 +256,7 @@ DEVICE void make_gradients(const Args& args, const HeadRules& rules, float (&dP)
       if constexpr (tests && has_foreign_rows)
         if (!seen) d_score = 0;   // 0 x NaN
       // A hidden score has P = 0, which bias of -inf may make too: then what it meets does not matter.
-      if constexpr (!is_plain)
+      if constexpr (tests || !is_plain)
         if (P == 0) d_score = 0;
       if constexpr (dbias_case == 1)
         if (seen)
