@@ -216,7 +216,7 @@ def backward(
             O = operands.out[b, tokens, h].astype(arithmetic.accumulate)
             lse = operands.lse[b, h, tokens].astype(arithmetic.accumulate)
             lse = xp.where(xp.isneginf(lse), np.inf, lse)  # a row that sees nothing: exp(S - inf) = 0
-            delta = xp.where(O == 0, 0, dO * O).sum(axis=1)  # its O is 0, and its dO may be anything
+            delta = arithmetic.total(xp.where(O == 0, 0, dO * O), 1)  # its O is 0, and its dO may be anything
             if operands.dlse is not None:
                 delta = delta - operands.dlse[b, h, tokens].astype(arithmetic.accumulate)
 
