@@ -279,9 +279,7 @@ def by_rung(name: str, found: Sequence[Record]) -> str:
                 texts.append(text)
             note = notes.get(row.name, {})
             limiter = profiled.get(row.name, note.get("limiter", ""))
-            body.append(
-                [f"`{row.name}`", *texts, registers, note.get("predicted", ""), limiter, row.teaches]
-            )
+            body.append([f"`{row.name}`", *texts, registers, note.get("predicted", ""), limiter, row.teaches])
         parts.append(markdown(head, body))
     return "\n\n".join(parts)
 
