@@ -161,19 +161,24 @@ class Prepared:
         there = {name for name, array in zip(self.order, arrays, strict=True) if array is not None}
         self.given = there.intersection(self._names)
         self._workspace_at = self.order.index("workspace")
-        self._written = [self.order.index(name) for name in self.given]
-        self.written = bool(self._written) or operands.workspace is not None
+        self.written = bool(self.given) or operands.workspace is not None
         hosted = _host_lengths(operands)
-        self._extents = [
+        extents = [
             _extent(None if name in hosted else array) for name, array in zip(self.order, arrays, strict=True)
         ]
+        self._spans = [(at, low, high) for at, (low, high) in enumerate(extents) if low < high]
+        self._alone = {self._workspace_at, *(self.order.index(name) for name in self.given)}
         self._words = {name: args.offset_of(field) // 8 for name, field in _FIELDS.items()}
         self._inputs = [
             (position, self._words[name])
             for position, name in enumerate(self.order)
             if name in there and name in self._words and name not in hosted
         ]
-        self._new = [(name, *_new_result(plan.problem, name)) for name in self._names if name not in there]
+        self._new = [
+            (name, self._words[name], *_new_result(plan.problem, name))
+            for name in self._names
+            if name not in there
+        ]
         self._seed_word = args.offset_of("seed") // 8
         self._slot_words = self._words_of_slots()
         place = {slot.name: offset for slot, offset in zip(plan.slots, plan.offsets, strict=True)}
@@ -201,15 +206,12 @@ class Prepared:
 
     def overlaps(self, arrays: Any) -> bool:
         """Whether a result or the workspace shares memory with another array, by the bounds of addresses."""
-        spans = [
-            (array.data.ptr + low, array.data.ptr + high) if array is not None and low < high else None
-            for array, (low, high) in zip(arrays, self._extents, strict=True)
-        ]
-        for position in (*self._written, self._workspace_at):
-            mine = spans[position]
-            for other, span in enumerate(spans):
-                if mine and span and other != position and mine[0] < span[1] and span[0] < mine[1]:
-                    return True
+        spans = [(at, arrays[at].data.ptr + low, arrays[at].data.ptr + high) for at, low, high in self._spans]
+        for mine, low, high in spans:
+            if mine in self._alone:
+                for other, other_low, other_high in spans:
+                    if other != mine and low < other_high and other_low < high:
+                        return True
         return False
 
     def lengths_fit(self, arrays: Any) -> bool:
@@ -226,7 +228,7 @@ class Prepared:
 
     def _run(self, arrays: Any, seed: int, operands: Operands | None) -> dict[str, Any]:
         backend, plan, pointer = self.backend, self.plan, self.backend.pointer
-        results = {name: backend.empty(shape, dtype) for name, shape, dtype in self._new}
+        results = {name: backend.empty(shape, dtype) for name, _, shape, dtype in self._new}
         if self.given:
             results = {
                 name: arrays[self.order.index(name)] if name in self.given else results[name]
@@ -238,8 +240,8 @@ class Prepared:
         with self._lock:
             for position, word in self._inputs:
                 words[word] = pointer(arrays[position])
-            for name, _, _ in self._new:
-                words[self._words[name]] = pointer(results[name])
+            for name, word, _, _ in self._new:
+                words[word] = pointer(results[name])
             words[self._seed_word] = seed
             slots: list[Any] = []
             if plan.slots:
@@ -310,7 +312,7 @@ class Prepared:
         """Args without addresses: strides of operands, copies, slots, and results still to be made."""
         plan = self.plan
         record = args.record_of(plan.problem, operands)
-        for name, shape, dtype in self._new:
+        for name, _, shape, dtype in self._new:
             args.fill(record, name, results_.canonical(plan.problem, name, _hollow(shape, dtype)))
         for copy in plan.copies:
             slot = _hollow(copy.slot.shape, numpy_dtype(copy.slot.dtype))

@@ -97,6 +97,7 @@ def on(device, array):
     import cupy
 
     low, high = np.lib.array_utils.byte_bounds(array)
+    low -= low % 16  # what the address is a multiple of stays as it is
     start = arrays.address(array) - low
     memory = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * (high - low)).from_address(low))
     there = cupy.asarray(memory)
