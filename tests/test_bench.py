@@ -62,6 +62,21 @@ def test_every_suite_has_shapes(name, place):
     assert len(set(tiny.shapes)) == len(tiny.shapes)
 
 
+def test_one_option_at_a_time():
+    suite = shapes.suite("options", Sizes(), "gpu", "bfloat16")
+    for direction, n_more in (("forward", 0), ("backward", 1)):
+        mine = [shape for shape in suite.shapes if shape.direction == direction]
+        assert len(mine) == len(shapes.ONE_OPTION) - 1 + n_more
+        for shape in mine[1:]:
+            assert (shape.heads != shape.heads_k) + len(shape.settings) + len(shape.drawn) == 1
+
+
+def test_a_bias_that_all_heads_share():
+    made = inputs.draw(replace(SMALL, drawn=("bias_plane",)), np)
+    assert made.options["bias"].shape == (1, 1, SMALL.len_q, SMALL.len_k)
+    assert made.problem.bias == "float32"
+
+
 @pytest.mark.parametrize("sizes", [Sizes(lengths=(0,)), Sizes(heads=3, heads_k=2)])
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(CuflashError, match="bench: "):

@@ -117,6 +117,25 @@ def test_options_reach_the_call(capsys, tmp_path):
     assert one["lines"][0]["status"] == "measured" and 0 < one["lines"][0]["error_over_limit"] <= 1
 
 
+def test_repeatable_gradients_are_asked_of_the_backward_alone(capsys, tmp_path):
+    path = tmp_path / "repeatable.json"
+    arguments = (
+        "backward",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--deterministic",
+        "--rounds",
+        "1",
+        "--causal",
+        "no",
+    )
+    code, out, _ = bench(capsys, *arguments, "--record", str(path))
+    assert code == 0, out
+    (one,) = records.read(path)["results"]
+    assert one["shape"]["settings"] == [["deterministic", True]] and one["lines"][0]["status"] == "measured"
+
+
 def test_ctrl_c_leaves_a_record(tmp_path):
     path = tmp_path / "stopped.json"
     command = [sys.executable, "-m", "cuflash", "bench", "cpu", "--len", "256", "--rounds", "200",

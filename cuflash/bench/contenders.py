@@ -17,7 +17,7 @@ import numpy as np
 import cuflash
 from cuflash import devices, rows
 from cuflash.arrays import numpy_dtype
-from cuflash.bench.inputs import Inputs
+from cuflash.bench.inputs import Inputs, of_forward
 from cuflash.bench.timing import Call, Clock, capture_cupy
 from cuflash.errors import CuflashError
 from cuflash.problem import Problem
@@ -167,7 +167,7 @@ def _backward(inputs: Inputs, kernel: str | None, fresh: bool) -> tuple[list[Any
     plan = _plan("backward", inputs, kernel)
     kept: dict[int, cuflash.Gradients] = {}
     calls = []
-    forward = {name: value for name, value in inputs.options.items() if name != "deterministic"}
+    forward = of_forward(inputs.options)
     options = {**inputs.options, "kernel": kernel}
     if not fresh:
         options |= _workspace(plan, xp)

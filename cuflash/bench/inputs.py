@@ -20,7 +20,8 @@ from cuflash.reference_scores import is_visible, sequences
 DISTRIBUTION = "q, k, v, dout N(0,1), rounded to the dtype"
 # Name of a block mask -> the share of its blocks that are kept.
 BLOCKS = {"block_mask": 0.25, "blocks_1": 1.0, "blocks_1/2": 0.5, "blocks_1/4": 0.25, "blocks_1/8": 0.125}
-DRAWN = (*cases.DRAW, "packed", *BLOCKS)
+PLANE = "bias_plane"  # a bias that all heads and sequences share
+DRAWN = (*cases.DRAW, PLANE, "packed", *BLOCKS)
 MAX_SETS = 256
 PAIRS_AT_ONCE = 2**26  # of visible pairs counted at once
 
@@ -90,8 +91,13 @@ def draw(shape: Shape, xp: Any, cache_bytes: int = 0) -> Inputs:
     sets = [{name: array[number] for name, array in drawn.items()} for number in range(n_sets)]
     options = options_of(shape, xp)
     qkv = {name: sets[0][name] for name in "qkv"}
-    problem, operands = check("forward", qkv, options)
+    problem, operands = check("forward", qkv, of_forward(options))
     return Inputs(shape, xp, sets, options, problem, operands)
+
+
+def of_forward(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that `attention` takes too: all but those of the backward alone."""
+    return {name: value for name, value in options.items() if name != "deterministic"}
 
 
 def _generator(xp: Any, seed: int) -> Any:
@@ -111,6 +117,9 @@ def options_of(shape: Shape, xp: Any) -> dict[str, Any]:
     for name in shape.drawn:
         if name == "packed":
             options |= _packed(random, shape)
+        elif name == PLANE:
+            bias = random.standard_normal((1, 1, shape.len_q, shape.len_k), dtype=np.float32)
+            options["bias"] = xp.asarray(bias.astype(numpy_dtype(shape.dtype)))
         elif name in BLOCKS:
             options["block_mask"] = _block_mask(random, shape, BLOCKS[name])
         else:

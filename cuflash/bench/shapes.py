@@ -178,6 +178,7 @@ SUITES = {
     "host": "what a warm call costs the host",
     "cpu": "the NumPy path beside other CPU attention",
     "blocks": "block masks: time against the share of blocks kept",
+    "options": "what each option costs: one problem, one option at a time",
     "ladder": "every rung of the ladder, forward and backward",
 }
 
@@ -297,6 +298,36 @@ def _blocks(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Suit
     return Suite("", tuple(found), "ms", graph="never")
 
 
+# One option at a time: settings, drawn, and among how many query heads a key head is shared.
+ONE_OPTION: tuple[tuple[tuple[tuple[str, Any], ...], tuple[str, ...], int], ...] = (
+    ((), (), 1),
+    ((), (), 4),
+    ((("causal", True),), (), 1),
+    ((("window", (512, 512)),), (), 1),
+    ((("softcap", 30.0),), (), 1),
+    ((("dropout", (0.1, 1)),), (), 1),
+    ((("deterministic", True),), (), 1),
+    *(((), (name,), 1) for name in ("alibi_slopes", "bias_plane", "mask", "sink", "key_lengths", "packed",
+                                    "blocks_1/4")),
+)  # fmt: skip
+
+
+def _options(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Suite:
+    on_cpu = {"tokens": 1024, "hidden": 256} if place == "cpu" else {}
+    dim, length = ((64,), (512,)) if place == "cpu" else ((128,), (4096,))
+    dtype, found = "float32" if place == "cpu" else dtype, []
+    for direction in ("forward", "backward"):
+        for settings, drawn, group in ONE_OPTION:
+            if direction == "forward" and dict(settings).get("deterministic"):
+                continue
+            one = replace(sizes, settings=(*settings, *sizes.settings), drawn=(*drawn, *sizes.drawn))
+            (shape,) = grid(
+                (direction,), one, head_dims=dim, lengths=length, causal=(False,), dtype=dtype, **on_cpu
+            )
+            found.append(replace(shape, heads_k=max(1, shape.heads_k // group)))
+    return Suite("", tuple(dict.fromkeys(found)), "ms", graph="never")
+
+
 def _ladder(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Suite:
     """Every rung on one problem that the slowest can still do in a second or two."""
     both = ("forward", "backward")
@@ -314,6 +345,7 @@ _SUITES = {
     "host": _host,
     "cpu": _cpu,
     "blocks": _blocks,
+    "options": _options,
     "ladder": _ladder,
 }
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import reference
-from cuflash.bench.inputs import Inputs, seed_of
+from cuflash.bench.inputs import Inputs, of_forward, seed_of
 from cuflash.blockmask import BlockMask
 from cuflash.check import check
 from cuflash.judge import Verdict, judge, to_numpy
@@ -170,7 +170,7 @@ class Truth:
         }
         options = {
             name: value
-            for name, value in self.inputs.options.items()
+            for name, value in of_forward(self.inputs.options).items()
             if "lengths" not in name and "seqlens" not in name
         }
         own = slice(sequence.b, sequence.b + 1)
