@@ -5,17 +5,63 @@ Shared memory and the grid are what the kernel's header says.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cuflash.problem import Problem
-from cuflash.row import Grid, Map, Params, Row, Slot, Step, Tile, n_slots, round_up, shared_bytes
-from cuflash.rows_backward import OPTIONS_AFTER, OPTIONS_BEFORE, delta_slot, option_slots
+from cuflash.row import (
+    WHOLE,
+    Grid,
+    Map,
+    Params,
+    Row,
+    Slot,
+    Step,
+    Tile,
+    ceil_div,
+    n_slots,
+    round_up,
+    shared_bytes,
+)
+from cuflash.rows_backward import CONVERT_USES, OPTIONS_AFTER, OPTIONS_BEFORE, delta_slot, option_slots
 from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
-from cuflash.rows_hopper_backward import CLOSE, DTYPES, OPEN, OPTION_DELTA, query_tile_slots
+from cuflash.rows_hopper_backward import (
+    CLOSE,
+    DTYPES,
+    FOUR_WARPS,
+    OPEN,
+    OPTION_DELTA,
+    dO_is_mapped,
+    places,
+    query_tile_slots,
+    with_four_warps,
+)
 
 _CLUSTER = 2  # blocks
 
 
+ENOUGH_CLUSTERS = 66  # two blocks on every pair of SMs of a large GPU
+
+
+def _clusters(problem: Problem, p: Params) -> int:
+    return n_slots(problem, problem.len_k, p["TILE_KV"]) * problem.heads_k
+
+
+def _splits(problem: Problem, p: Params) -> int:
+    """Among how many clusters the query heads of a key head are shared, where clusters are few; 0: one."""
+    if problem.deterministic:
+        return 0
+    most = min(problem.group, ENOUGH_CLUSTERS // max(_clusters(problem, p), 1))
+    return most if most > 1 else 0
+
+
 def _grid(problem: Problem, p: Params) -> Grid:
-    return _CLUSTER * n_slots(problem, problem.len_k, p["TILE_KV"]) * problem.heads_k, 1, 1
+    return _CLUSTER * _clusters(problem, p) * max(p["SPLIT"], 1), 1, 1
+
+
+def _shared_rows(problem: Problem, p: Params) -> Grid:
+    """A warp per row of dK_sum and dV_sum; none where clusters store dk and dv themselves."""
+    rows = problem.len_k * problem.heads_k * (1 if problem.packed else problem.batch)
+    return (ceil_div(rows, p["N_WARPS"]) if p["SPLIT"] else 0), 1, 1
 
 
 def _own_keys(p: Params) -> int:
@@ -29,31 +75,61 @@ def _half_tile(p: Params) -> int:
 def _smem(p: Params) -> int:
     keys, queries, stages = _own_keys(p), p["TILE_Q"], p["N_STAGES"]
     d, dv = p["HEAD_DIM"], p["HEAD_DIM_V"]
-    blocks = p["BLOCK_KV"], p["BLOCK_Q"]
-    kept = kept_blocks_bytes(p["TILE_KV"], queries, *blocks, 2) if p["BLOCK_MASK"] else 0
+    kept = 0
+    if p["BLOCK_MASK"]:
+        kept = kept_blocks_bytes(p["TILE_KV"], queries, p["BLOCK_KV"], p["BLOCK_Q"], 2)
+        if kept == 0 and p["DETERMINISTIC"]:  # tiles that are kept as a whole or not at all are visited too
+            kept = shared_bytes((4, 2, 1))
+    n_Q = 1 if p["SOFTCAP"] or kept else 2
     tiles = shared_bytes(
         (2, keys, d),
         (2, keys, dv),
         (2, keys, 64 if d == 128 else 128),
-        (2, 2 * queries, d),
+        (2, n_Q * queries, d),
         (2, stages * queries, dv),
         (2, 4 * keys, queries),
     )
     others = shared_bytes(
-        (4, 2 * 4 * 128, 4),
-        (4, 2, queries),
+        (4, 8 * 128 * (2 if p["SOFTCAP"] else 1), 4),
+        (4, n_Q, queries),
         (4, stages, queries),
         (4, 8, 4),
+        (4, 1, 4),
         (8, 1, 1),
-        *8 * [(8, 1, 2)],
+        *4 * [(8, 1, n_Q)],
+        *2 * [(8, 1, 2)],
         *4 * [(8, 1, stages)],
     )
     return round_up(round_up(kept, 1024) + tiles + others, 1024)
 
 
+def _by_blocks(p: Params) -> Params:
+    return p | {"TILE_KV": _own_keys(p)}
+
+
 def _workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
-    delta = (delta_slot(problem),) if len(problem.gradients) > 3 else ()
-    return (*option_slots(problem, p), *query_tile_slots(problem, p), *delta)
+    """Turns are counted apart for the two groups of two blocks; parts of dalibi_slopes come from blocks."""
+    tiles = [
+        replace(slot, shape=(2 * slot.shape[0], slot.shape[1])) if slot.name == "turns" else slot
+        for slot in query_tile_slots(problem, p)
+    ]
+    sums: tuple[Slot, ...] = (delta_slot(problem),) if len(problem.gradients) > 3 else ()
+    if p["SPLIT"]:
+        shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
+        sums += (
+            Slot("dK_sum", "float32", (*shape, problem.head_dim), zero=True),
+            Slot("dV_sum", "float32", (*shape, problem.head_dim_v), zero=True),
+        )
+    return (*option_slots(problem, _by_blocks(p)), *tiles, *sums)
+
+
+def _after() -> tuple[Step, ...]:
+    """The passes of the options, which count tiles of keys as blocks have them."""
+    steps = with_four_warps(OPTIONS_AFTER)
+    return tuple(
+        replace(step, fixed=(*step.fixed, ("TILE_KV", 64))) if step.entry == "pass_dalibi" else step
+        for step in steps
+    )
 
 
 BWD_07 = Row(
@@ -67,21 +143,29 @@ BWD_07 = Row(
     (
         OPEN,
         OPTION_DELTA,
-        *OPTIONS_BEFORE,
+        *with_four_warps(OPTIONS_BEFORE),
         Step(
             "bwd_07_cluster",
             _grid,
             _smem,
-            maps=(Map("Q", _half_tile), Map("K", _own_keys), Map("V", _own_keys), Map("dO", _half_tile)),
+            maps=(
+                Map("Q", _half_tile),
+                Map("K", _own_keys),
+                Map("V", _own_keys),
+                Map("dO", _half_tile, when=dO_is_mapped),
+            ),
         ),
         CLOSE,
-        *OPTIONS_AFTER,
+        Step("pass_convert__dk", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
+        Step("pass_convert__dv", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
+        *_after(),
     ),
     "two blocks share Q and dO and exchange dS; warpgroups divide the products",
     dtypes=DTYPES,
     exact_arch=True,
-    features=frozenset({"tf32", "causal", "query_offset", "dlse", "head_dim_v", "out_dtype"}),
+    features=WHOLE,
     limits=(*LENGTHS, ("head_dim", 256), ("head_dim_v", 256)),
     workspace=_workspace,
+    splits=_splits,
     flops_per_clock=4096,
 )

@@ -33,6 +33,9 @@
 #include "lib/panels.cuh"
 #include "lib/query_tiles.cuh"
 
+constexpr int SLOT_DALIBI = 0;   // workspace: acc [slots of blocks' keys, heads], parts of dalibi_slopes
+constexpr int SLOT_DBIAS = 1;    // workspace: acc [batch, heads, len_k], dbias summed over the queries
+
 constexpr int own_keys = tile_kv / 2;   // of one block
 static_assert(tile_q == 64 && own_keys == 64 && n_warps == 12, "bwd_07_cluster: its tile is fixed");
 
@@ -47,7 +50,10 @@ DEVICE int first_gradients_col(int rank) {
 }
 
 using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;   // owns the cluster's keys, walks queries
-constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
+constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::tiles_are_whole);
+// Where dS needs more of P than its 16 bits, P travels as float, alone in its buffer; softcap's slopes beside it.
+constexpr bool is_exact = keeps_weights;
+constexpr int n_P = is_exact ? 1 : 2, n_Q = has_softcap || asks_blocks ? 1 : 2;
 // TMA reads the neighbour's rows past a sequence's end; weights of 0 meet them, and 0 x NaN is NaN.
 constexpr bool cleans_queries = is_packed || has_query_lengths, cleans_keys = is_packed || has_key_lengths;
 
@@ -69,15 +75,17 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   PanelTile<own_keys, head_dim_tile> K;
   PanelTile<own_keys, head_dim_v_tile> V;
   PanelTile<own_keys, peer_cols> K_peer;
-  PanelTile<tile_q, head_dim_tile> Q[2];
+  PanelTile<tile_q, head_dim_tile> Q[n_Q];
   PanelTile<tile_q, head_dim_v_tile> dO[n_stages];
   PanelTile<own_keys, tile_q> dS[2][2];   // transposed; [1]: of the peer's keys
-  Shared<u32, 2 * 4 * 128, 4> P;          // the A operand of each k16 step, thread by thread
-  Shared<float, 2, tile_q> lse;
+  Shared<u32, 8 * 128 * (has_softcap ? 2 : 1), 4> P;   // thread by thread, 16 bytes at a time
+  Shared<float, n_Q, tile_q> lse;
   Shared<float, n_stages, tile_q> delta;
   Shared<i32, n_steps, 4> steps;
+  Shared<float, 1, 4> sums;   // of dalibi_slopes, a number per warp
   Shared<u64, 1, 1> K_full;
-  Shared<u64, 1, 2> Q_landed, Q_full, Q_empty, S_read, P_full, P_empty, dS_full, dS_empty;
+  Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty, S_read;
+  Shared<u64, 1, 2> dS_full, dS_empty;
   Shared<u64, 1, n_stages> dO_landed, dO_full, dO_empty, dP_read;
 };
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes,
@@ -99,20 +107,31 @@ template <int n_slots> DEVICE void arrive_at_both(Shared<u64, 1, n_slots>& ring,
 
 // What the block owns.
 struct Owner {
-  KeyTile tile;   // the cluster's
-  i64 slot;       // its number among all sequences' tiles
-  int rank;       // of the block
-  i32 j0;         // the block's first key
+  KeyTile tile;       // the cluster's
+  int rank;           // of the block
+  i32 j0;             // the block's first key
+  i32 h_begin, h_end; // query heads
 };
 
 // Asked for again at the end, because that is cheaper than to keep it (the compiler must not know: opaque).
 DEVICE Owner owner_of(const Args& args) {
   Owner own;
-  own.tile = key_tile_along(args, opaque(static_cast<int>(blockIdx.x)) / 2, own.slot);
+  const i64 n_clusters = n_slots(args, args.len_k, tile_kv) * args.heads_k;
+  const i64 x = opaque(static_cast<int>(blockIdx.x)) / 2, part = x / n_clusters;
+  const i64 n_parts = is_split ? n_splits : 1, group = args.heads / args.heads_k;
+  i64 slot;
+  own.tile = key_tile_along(args, x % n_clusters, slot);
+  own.h_begin = static_cast<i32>(own.tile.h * group + part * group / n_parts);
+  own.h_end = static_cast<i32>(own.tile.h * group + (part + 1) * group / n_parts);
   own.rank = static_cast<int>(cluster_rank());
   own.j0 = own.tile.j0 + own_keys * own.rank;
   return own;
 }
+
+// Barriers by number: 0 is the block's; Turns has 2 and 3 of the groups.
+constexpr int GRADIENTS = 1, KEYS_ARE_CLEAN = 4;
+DEVICE int P_full(u32 n) { return 5 + n % n_P; }    // group 1 arrives, group 2 waits
+DEVICE int P_empty(u32 n) { return 7 + n % n_P; }   // the reverse
 
 // ---- group 0
 
@@ -154,9 +173,9 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
   const i32 j0 = own.tile.j0, j1 = smallest(j0 + tile_kv, seq.len_k);
   const Range queries = j0 < j1 ? visible_queries(args, seq, j0, j1 - 1) : Range{0, 0};
   const Range whole = whole_tiles(args, seq, own.j0);
-  const int group = static_cast<int>(args.heads / args.heads_k), h_begin = static_cast<int>(own.tile.h) * group;
   const Global<float> rows(args.workspace[SLOT_ROWS]);
-  QueryWalk<Walk> walk(args, seq, queries, j0, h_begin, h_begin + group, lane);
+  const Global<elem> dO_tiles(args.workspace[SLOT_DO]);
+  QueryWalk<Walk> walk(args, seq, queries, j0, own.h_begin, own.h_end, lane);
   if (!walk.exists() && lane == 0) {
     smem.steps.as<Step>(0, 0) = {};
     mbarrier_arrive(at(Q_landed, 0));   // a step that does not exist
@@ -169,7 +188,7 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
     const int row = static_cast<int>(seq.q_row0) + i0 + rank * (tile_q / 2);
     wait_empty(smem.Q_empty, n);   // both blocks have used this stage of Q for S and dK
     wait_empty(smem.S_read, n);    // the weights group has read lse and the step
-    smem.fill_blocks(walk.blocks, i0, lane, n % 2);
+    smem.fill_blocks(walk.blocks, i0, lane, n % n_Q);
     walk.next();
     const bool tests = i0 < whole.begin || i0 >= whole.end;
     warp_sync();   // the kept blocks are written
@@ -178,15 +197,19 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
       const u32 flags = 1 | (walk.exists() ? 0 : 2) | (tests ? 4 : 0);
       smem.steps.as<Step>(n % n_steps, 0) = {i0, head, flags, place};
       mbarrier_arrive_expect(full, smem.Q[0].n_bytes + 4 * tile_q);
-      load_half(smem.Q[n % 2], args.maps.Q, full, rank, row, head, batch);
-      bulk_load(smem.lse.address(n % 2, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
+      load_half(smem.Q[n % n_Q], args.maps.Q, full, rank, row, head, batch);
+      bulk_load(smem.lse.address(n % n_Q, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
     }
     wait_empty(smem.dO_empty, n);   // both blocks have used this stage of dO for dP and dV
     wait_empty(smem.dP_read, n);    // the gradients group has read delta
     if (lane == 0) {
       const u32 full = at(dO_landed, n);
       mbarrier_arrive_expect(full, smem.dO[0].n_bytes + 4 * tile_q);
-      load_half(smem.dO[n % n_stages], args.maps.dO, full, rank, row, head, batch);
+      PanelTile<tile_q, head_dim_v_tile>& dO = smem.dO[n % n_stages];
+      if constexpr (converts_dO)
+        bulk_load(dO.address(), dO_tiles.address(static_cast<i64>(place) * (tile_q * head_dim_v_tile), dO.n_bytes),
+                  dO.n_bytes, full);
+      else load_half(dO, args.maps.dO, full, rank, row, head, batch);
       bulk_load(smem.delta.address(n % n_stages, 0), rows.address(first_row + tile_q, 4 * tile_q), 4 * tile_q,
                 full);
     }
@@ -202,7 +225,7 @@ DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
     const Step step = smem.steps.as<Step>(n % n_steps, 0);
     const bool ends = step.exists() && step.i0 + tile_q > seq.len_q;
     is_last = step.is_last() || !step.exists();
-    if (ends) smem.Q[n % 2].clear_rows(seq.len_q - step.i0, lane, 32);
+    if (ends) smem.Q[n % n_Q].clear_rows(seq.len_q - step.i0, lane, 32);
     fence_async_shared();
     warp_sync();   // the rows are zeros, also to wgmma
     if (lane == 0) mbarrier_arrive(at(smem.Q_full, n));
@@ -250,9 +273,12 @@ struct DqShare {
   Smem& smem;
   i32 step, step_peer;   // from K's descriptor, K_peer's, to that of the columns: 16 bytes
   i32 first;             // dQ_index of this lane's first numbers in place 0
+  const Owner& own;
+  Turns turns;
 
-  DEVICE DqShare(const Args& args, Smem& smem, int rank, int first_col, int thread) : args(args), smem(smem) {
-    const int peer_col = first_col - first_peer_col(rank);
+  DEVICE DqShare(const Args& args, Smem& smem, const Owner& own, int first_col, int group, int thread)
+      : args(args), smem(smem), own(own), turns(args, group, thread) {
+    const int peer_col = first_col - first_peer_col(own.rank);
     step = (first_col / 64 * smem.K.panel_bytes + first_col % 64 * 2) / 16;
     step_peer = (peer_col / 64 * smem.K_peer.panel_bytes + peer_col % 64 * 2) / 16;
     first = static_cast<i32>(dQ_index(0, thread / 32, first_col / 8, thread % 32));
@@ -273,24 +299,49 @@ struct DqShare {
   // The sums += dQ of the n-th step.
   template <int size> DEVICE void add(const float (&dQ)[size], u32 n) {
     const Global<float> sums(args.workspace[SLOT_DQ]);
-    const i64 place = smem.steps.as<Step>(n % n_steps, 0).place;
-    const i64 index = place * (tile_q * head_dim_tile) + first;
+    const Step of = smem.steps.as<Step>(n % n_steps, 0);
+    const i64 place = of.place, index = place * (tile_q * head_dim_tile) + first;
+    if constexpr (deterministic)   // two blocks, as two places
+      turns.wait(2 * place + own.rank, turn_of(args, own.tile.seq, of.i0, own.tile.j0));
 #pragma unroll
     for (int c = 0; c < size / 4; ++c)
       sums.add_as(index + c * 128, Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}});
   }
 };
 
-// target = sum * factor, the rows of the block's keys.
+// target = sum * factor, the rows of the block's keys; or total += sum, where clusters share them.
 template <int n>
-DEVICE void store_keys(const Args& args, const float (&sum)[n], float factor, const Tensor& target, i64 dim,
-                       int thread) {
+DEVICE void store_keys(const Args& args, const float (&sum)[n], float factor, const Tensor& target,
+                       const Tensor& total, i64 dim, int thread) {
   const Owner own = owner_of(args);
   const Sequence& seq = own.tile.seq;
-  store_rows<out_elem>(
-      sum, factor, target.data,
-      tile_source(target, seq.array_b, seq.k_row0, own.tile.h, own.j0, seq.rows_k, 0, dim), thread / 32 * 16,
-      seq.len_k - own.j0, thread % 32);
+  const int row0 = thread / 32 * 16, lane = thread % 32;
+  const auto rows_of = [&](const Tensor& tensor, i32 end) {
+    return tile_source(tensor, seq.array_b, seq.k_row0, own.tile.h, own.j0, end, 0, dim);
+  };
+  if constexpr (is_split) {
+    const TileSource rows = rows_of(total, seq.len_k);
+#pragma unroll
+    for (int at = 0; at < n; ++at) {   // one by one: exchanges between lanes would serialise the products (C7514)
+      const int row = row0 + lane / 4 + at / 2 % 2 * 8, d = at / 4 * 8 + lane % 4 * 2 + at % 2;
+      if (row < rows.rows && d < rows.cols) Global<float>(total.data).add(rows.base + row * rows.stride + d, sum[at]);
+    }
+  } else store_rows<out_elem>(sum, factor, target.data, rows_of(target, seq.rows_k), row0, seq.len_k - own.j0, lane);
+}
+
+// 32 numbers of a thread through smem.P, from 16-byte row `first` on.
+DEVICE void give(Smem& smem, const float (&x)[n_scores], int first, int thread) {
+#pragma unroll
+  for (int c = 0; c < 8; ++c)
+    smem.P.as<Vec16<float>>((first + c) * 128 + thread, 0) = {{x[4 * c], x[4 * c + 1], x[4 * c + 2], x[4 * c + 3]}};
+}
+DEVICE void take(Smem& smem, float (&x)[n_scores], int first, int thread) {
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    const Vec16<float> four = smem.P.as<Vec16<float>>((first + c) * 128 + thread, 0);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[4 * c + e] = four.item[e];
+  }
 }
 
 // ---- group 1: P and dV
@@ -304,31 +355,31 @@ struct WeightsGroup {
   const Walk blocks;          // says where the cluster's blocks of keys begin
   DqShare share;
   Step step;                  // of the newest S
-  float dV[head_dim_v_tile / 2], S[n_scores], dQ[weights_cols / 2];
-  float slopes[n_scores];
+  float dV[head_dim_v_tile / 2], dQ[weights_cols / 2];
   Words P;                    // the A operand of dV
 
   DEVICE WeightsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
       : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
         j(own.j0 + thread / 32 * 16 + thread % 32 / 4),
         blocks(args.blocks_of_key, 0, 0, own.tile.j0, own.tile.j0, 0, thread % 32),
-        share(args, smem, own.rank, first_weights_col(own.rank), thread) {}
+        share(args, smem, own, first_weights_col(own.rank), 0, thread) {}
 
   DEVICE void run() {
 #pragma unroll
     for (int d = 0; d < head_dim_v_tile / 2; ++d) dV[d] = 0;
     read_step(0);
     if (step.exists()) {
+      float S[n_scores];
       product(S, smem.K, smem.Q[0]);
       wgmma_wait<0>();   // S
-      make_P(0);
+      make_P(S, 0);
       u32 n = 0;
       if (!step.is_last()) go_on<true>(n++);
 #pragma unroll 1
       while (!step.is_last()) go_on<false>(n++);
       finish(n);
     }
-    store_keys(args, dV, 1, args.dV, args.head_dim_v, thread);
+    store_keys(args, dV, 1, args.dV, args.dV_sum, args.head_dim_v, thread);
   }
 
   DEVICE void read_step(u32 n) {
@@ -337,34 +388,42 @@ struct WeightsGroup {
   }
 
   // S -> P of the newest step: packed for dV, and for the other group.
-  DEVICE void make_P(u32 n) {
+  DEVICE void make_P(float (&S)[n_scores], u32 n) {
+    float slopes[n_scores];
     const HeadRules rules = head_rules_of(args, own.tile.seq, step.h);
-    const auto is_kept = [&](i32 i, i32 j) { return smem.keeps(blocks, j, step.i0, i, n % 2); };
+    const auto is_kept = [&](i32 i, i32 key) { return smem.keeps(blocks, key, step.i0, i, n % n_Q); };
     if (step.tests()) {   // made here, because few steps need them: registers
       const Range queries[2] = {visible_queries(args, own.tile.seq, j, j),
                                 visible_queries(args, own.tile.seq, j + 8, j + 8)};
-      make_weights<true>(args, rules, S, slopes, smem.lse, n % 2, step.i0, j, queries, lane, is_kept);
-    } else make_weights<false>(args, rules, S, slopes, smem.lse, n % 2, step.i0, j, {}, lane, is_kept);
+      make_weights<true>(args, rules, S, slopes, smem.lse, n % n_Q, step.i0, j, queries, lane, is_kept);
+    } else make_weights<false>(args, rules, S, slopes, smem.lse, n % n_Q, step.i0, j, {}, lane, is_kept);
     if (thread == 0) arrive_at_both(smem.Q_empty, n);   // S is complete
-    wait_empty(smem.P_empty, n);   // the other group has read what this overwrites
-    pack_scores(P, S);
+    if (n >= n_P) barrier_sync(P_empty(n), 256);   // the other group has read what this overwrites
+    if constexpr (is_exact) {
+      give(smem, S, 0, thread);
+      if constexpr (has_softcap) give(smem, slopes, 8, thread);
+      KeptWeights kept = {};
+      if constexpr (has_dropout) kept = kept_weights_of(rules.dropout, step.i0, j, lane);
+      pack_weights(args, P, S, kept);
+    } else {
+      pack_scores(P, S);
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      smem.P.as<Vec16<u32>>((n % 2 * 4 + k) * 128 + thread, 0) = {{P[k][0], P[k][1], P[k][2], P[k][3]}};
-    warp_sync();   // the warp has read lse and the step and written its part of P
-    if (lane == 0) {
-      mbarrier_arrive(at(smem.S_read, n));
-      mbarrier_arrive(at(smem.P_full, n));
+      for (int k = 0; k < 4; ++k)
+        smem.P.as<Vec16<u32>>((n % 2 * 4 + k) * 128 + thread, 0) = {{P[k][0], P[k][1], P[k][2], P[k][3]}};
     }
+    barrier_arrive(P_full(n), 256);   // P is written
+    warp_sync();                      // the warp has read lse and the step
+    if (lane == 0) mbarrier_arrive(at(smem.S_read, n));
   }
 
   // Step n, whose P is made, and S and P of the next.
   template <bool is_first> DEVICE void go_on(u32 n) {
     wait_full(smem.dO_full, n);
     add_product(dV, P, smem.dO[n % n_stages]);
-    if (!is_first && n > 1) share.add(dQ, n - 2);
+    if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
     read_step(n + 1);
-    product(S, smem.K, smem.Q[(n + 1) % 2]);
+    float S[n_scores];   // new in every step: the compiler need not carry it from one to the next
+    product(S, smem.K, smem.Q[(n + 1) % n_Q]);
     wgmma_wait<1>();   // dV has read dO and P
     if (thread == 0) arrive_at_both(smem.dO_empty, n);
     if constexpr (is_first) {
@@ -372,10 +431,15 @@ struct WeightsGroup {
     } else {
       share.start(dQ, n - 1);
       wgmma_wait<1>();   // S
+      if constexpr (is_exact) {   // registers
+        wgmma_wait<0>();   // dQ has read dS
+        if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
+        share.add(dQ, n - 1);
+      }
     }
-    make_P(n + 1);
+    make_P(S, n + 1);
     wgmma_wait<0>();   // dQ has read dS
-    if (!is_first && thread == 0) arrive_at_both(smem.dS_empty, n - 1);
+    if (!is_exact && !is_first && thread == 0) arrive_at_both(smem.dS_empty, n - 1);
   }
 
   // Step n, the last.
@@ -383,7 +447,7 @@ struct WeightsGroup {
     wait_full(smem.dO_full, n);
     add_product(dV, P, smem.dO[n % n_stages]);
     wgmma_wait<0>();   // dV
-    if (n > 1) share.add(dQ, n - 2);
+    if (!is_exact && n > 1) share.add(dQ, n - 2);
     if (n > 0) {
       share.start(dQ, n - 1);
       wgmma_wait<0>();   // dQ
@@ -392,6 +456,10 @@ struct WeightsGroup {
     share.start(dQ, n);
     wgmma_wait<0>();   // dQ
     share.add(dQ, n);
+    if constexpr (deterministic) share.turns.announce();
+    // The other group's last arrivals, which nobody has waited for.
+    if (n + 1 >= n_P) barrier_sync(P_empty(n + 1), 256);
+    if (n_P == 2) barrier_sync(P_empty(n), 256);
   }
 };
 
@@ -402,14 +470,18 @@ struct GradientsGroup {
   Smem& smem;
   const Owner& own;
   const int thread, lane;
+  const i32 j;                // the lane's keys: j, j + 8
   DqShare share;
   Step step;                  // of the newest dP
+  HeadRules rules = {};
+  i32 rules_h = -1;           // whose they are
+  OptionSums sums = {};
   float dK[head_dim_tile / 2], dP[n_scores], dQ[gradients_cols / 2];
   Words dS;                   // the A operand of dK
 
   DEVICE GradientsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
       : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
-        share(args, smem, own.rank, first_gradients_col(own.rank), thread) {}
+        j(own.j0 + thread / 32 * 16 + thread % 32 / 4), share(args, smem, own, first_gradients_col(own.rank), 1, thread) {}
 
   DEVICE void run() {
 #pragma unroll
@@ -424,8 +496,9 @@ struct GradientsGroup {
 #pragma unroll 1
       while (!step.is_last()) go_on<false>(n++);
       finish(n);
+      if constexpr (is_exact) leave_head();
     }
-    store_keys(args, dK, static_cast<float>(args.scale), args.dK, args.head_dim, thread);
+    store_keys(args, dK, static_cast<float>(args.scale), args.dK, args.dK_sum, args.head_dim, thread);
   }
 
   DEVICE void read_step(u32 n) {
@@ -433,16 +506,14 @@ struct GradientsGroup {
     step = smem.steps.as<Step>(n % n_steps, 0);
   }
 
-  // dP -> dS of step n, packed for dK, stored here and in the peer for dQ.
-  DEVICE void make_dS(u32 n) {
-    if (thread == 0) arrive_at_both(smem.dO_empty, n);   // dP is complete
+  DEVICE void differentiate(u32 n) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       const Pack<float, 2> delta = smem.delta.as<Pack<float, 2>>(n % n_stages, 8 * c + lane % 4 * 2);
 #pragma unroll
       for (int e = 0; e < 4; ++e) dP[4 * c + e] -= delta.item[e % 2];
     }
-    wait_full(smem.P_full, n);
+    barrier_sync(P_full(n), 256);   // the other group has written P
     const bool hides = has_bias || step.tests();   // a weight of 0 may meet NaN
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -455,18 +526,74 @@ struct GradientsGroup {
                               hides && high == 0 ? 0.f : high * dP[2 * at + 1]);
       }
     }
-    warp_sync();   // the warp has read delta and its part of P
-    if (lane == 0) {
-      mbarrier_arrive(at(smem.dP_read, n));
-      mbarrier_arrive(at(smem.P_empty, n));
+  }
+  // The same from exact weights, with what options want.
+  DEVICE void differentiate_exactly(u32 n) {
+    const Sequence& seq = own.tile.seq;
+    if (step.h != rules_h) leave_head();
+    rules_h = step.h;
+    rules = head_rules_of(args, seq, step.h);
+    KeptWeights kept = {};
+    if constexpr (has_dropout) kept = kept_weights_of(rules.dropout, step.i0, j, lane);
+    float weights[n_scores], slopes[n_scores];
+    barrier_sync(P_full(n), 256);   // the other group has written P
+    take(smem, weights, 0, thread);
+    if constexpr (has_softcap) take(smem, slopes, 8, thread);
+    const int row = n % n_stages;
+    if (step.tests()) {
+      const Range queries[2] = {visible_queries(args, seq, j, j), visible_queries(args, seq, j + 8, j + 8)};
+      make_gradients<true>(args, rules, dP, weights, dS, slopes, kept, smem.delta, row, step.i0, j, queries, sums,
+                           lane);
+    } else {
+      make_gradients<false>(args, rules, dP, weights, dS, slopes, kept, smem.delta, row, step.i0, j, {}, sums,
+                            lane);
     }
+    pack_scores(dS, dP);
+  }
+
+  // The sums of a head's queries -> memory.
+  DEVICE void leave_head() {
+    const Sequence& seq = own.tile.seq;
+    if (rules_h < 0) return;
+    if constexpr (dbias_case == 2)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float total = warp_sum<4>(sums.columns[half]);
+        const i32 key = j + 8 * half;
+        if (lane % 4 == 0 && key < seq.rows_k)
+          Global<acc>(args.workspace[SLOT_DBIAS])
+              .store((seq.array_b * args.heads + rules_h) * args.len_k + seq.k_row0 + key, total);
+      }
+    if constexpr (wants_dalibi) {
+      const float mine = warp_sum(sums.slope);
+      if (lane == 0) smem.sums(0, thread / 32) = mine;
+      barrier_sync(GRADIENTS, 128);   // all warps of the group have written
+      const i64 tile = own.j0 / own_keys;   // pass_dalibi counts the blocks' tiles
+      const i64 slot = is_packed ? seq.k_row0 / own_keys + seq.b + tile : tile * args.batch + seq.b;
+      if (thread == 0 && own.j0 < seq.rows_k)
+        Global<acc>(args.workspace[SLOT_DALIBI])
+            .store(slot * args.heads + rules_h,
+                   smem.sums(0, 0) + smem.sums(0, 1) + smem.sums(0, 2) + smem.sums(0, 3));
+      barrier_sync(GRADIENTS, 128);   // the sums are read
+    }
+    sums = {};
+  }
+
+  // dP -> dS of step n, packed for dK, stored here and in the peer for dQ.
+  DEVICE void make_dS(u32 n) {
+    if (thread == 0) arrive_at_both(smem.dO_empty, n);   // dP is complete
+    if constexpr (is_exact) differentiate_exactly(n);
+    else differentiate(n);
+    barrier_arrive(P_empty(n), 256);   // P is read
+    warp_sync();                       // the warp has read delta
+    if (lane == 0) mbarrier_arrive(at(smem.dP_read, n));
     wait_empty(smem.dS_empty, n);   // dQ of step n - 2 is complete in both blocks
     PanelTile<own_keys, tile_q>& mine = smem.dS[n % 2][0];
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       stmatrix_x4(mine.address(thread / 32 * 16 + lane % 16, 2 * k + lane / 16), dS[k]);
     fence_async_shared();
-    barrier_sync(1, 128);   // the group's dS is stored, also for wgmma and the copy
+    barrier_sync(GRADIENTS, 128);   // the group's dS is stored, also for wgmma and the copy
     if (thread == 0) {
       const u32 peer = 1 - own.rank;
       mbarrier_arrive_expect(at(smem.dS_full, n), mine.n_bytes);
@@ -478,8 +605,8 @@ struct GradientsGroup {
   // Step n, whose dP is complete, and dP of the next.
   template <bool is_first> DEVICE void go_on(u32 n) {
     make_dS(n);
-    add_product(dK, dS, smem.Q[n % 2]);
-    if (!is_first && n > 1) share.add(dQ, n - 2);
+    add_product(dK, dS, smem.Q[n % n_Q]);
+    if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
     if constexpr (is_first) {
       wgmma_wait<0>();   // dK has read Q and dS
     } else {
@@ -488,21 +615,25 @@ struct GradientsGroup {
     }
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
     wait_full(smem.dO_full, n + 1);
-    product(dP, smem.V, smem.dO[(n + 1) % n_stages]);
+    float next[n_scores];
+    product(next, smem.V, smem.dO[(n + 1) % n_stages]);
     read_step(n + 1);
     if constexpr (!is_first) {
       wgmma_wait<1>();   // dQ has read dS
       if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
     }
     wgmma_wait<0>();   // dP
+#pragma unroll
+    for (int at = 0; at < n_scores; ++at) dP[at] = next[at];
+    if constexpr (is_exact && !is_first) share.add(dQ, n - 1);   // registers
   }
 
   // Step n, the last.
   DEVICE void finish(u32 n) {
     make_dS(n);
-    add_product(dK, dS, smem.Q[n % 2]);
+    add_product(dK, dS, smem.Q[n % n_Q]);
     wgmma_wait<0>();   // dK
-    if (n > 1) share.add(dQ, n - 2);
+    if (!is_exact && n > 1) share.add(dQ, n - 2);
     if (n > 0) {
       share.start(dQ, n - 1);
       wgmma_wait<0>();   // dQ
@@ -511,31 +642,28 @@ struct GradientsGroup {
     share.start(dQ, n);
     wgmma_wait<0>();   // dQ
     share.add(dQ, n);
+    if constexpr (deterministic) share.turns.announce();
   }
 };
 
 // ---- the kernel
 
+template <int n_slots> DEVICE void init(Shared<u64, 1, n_slots>& ring, u32 count) {
+#pragma unroll
+  for (u32 n = 0; n < n_slots; ++n) mbarrier_init(at(ring, n), count);
+}
 DEVICE void init_barriers(Smem& smem) {
-  mbarrier_init(at(smem.K_full, 0), 1);
-#pragma unroll
-  for (u32 n = 0; n < 2; ++n) {
-    mbarrier_init(at(smem.Q_landed, n), 1);
-    mbarrier_init(at(smem.Q_full, n), 1);
-    mbarrier_init(at(smem.Q_empty, n), 4);   // two groups in two blocks
-    mbarrier_init(at(smem.S_read, n), 4);    // warps
-    mbarrier_init(at(smem.P_full, n), 4);
-    mbarrier_init(at(smem.P_empty, n), 4);
-    mbarrier_init(at(smem.dS_full, n), 1);
-    mbarrier_init(at(smem.dS_empty, n), 4);
-  }
-#pragma unroll
-  for (u32 n = 0; n < n_stages; ++n) {
-    mbarrier_init(at(smem.dO_landed, n), 1);
-    mbarrier_init(at(smem.dO_full, n), 1);
-    mbarrier_init(at(smem.dO_empty, n), 4);
-    mbarrier_init(at(smem.dP_read, n), 4);
-  }
+  init(smem.K_full, 1);
+  init(smem.Q_landed, 1);
+  init(smem.Q_full, 1);
+  init(smem.Q_empty, 4);   // two groups in two blocks
+  init(smem.S_read, 4);    // warps
+  init(smem.dO_landed, 1);
+  init(smem.dO_full, 1);
+  init(smem.dO_empty, 4);   // groups
+  init(smem.dP_read, 4);    // warps
+  init(smem.dS_full, 1);
+  init(smem.dS_empty, 4);   // groups
   mbarrier_init_fence();
 }
 
@@ -560,7 +688,7 @@ CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedAr
       smem.K.clear_rows(rows(own.j0), threadIdx.x - 128, 256);
       smem.K_peer.clear_rows(rows(own.tile.j0 + own_keys * (1 - own.rank)), threadIdx.x - 128, 256);
       fence_async_shared();
-      barrier_sync(2, 256);   // keys that do not exist are zeros, also to wgmma
+      barrier_sync(KEYS_ARE_CLEAN, 256);   // keys that do not exist are zeros, also to wgmma
     }
     if (group == 1) WeightsGroup(args, smem, own, thread).run();
     else GradientsGroup(args, smem, own, thread).run();

@@ -11,6 +11,7 @@
 #include "query_tiles.cuh"
 #include "score.cuh"
 #include "swizzled.cuh"
+#include "wgmma.cuh"
 
 // dS needs more of P than its 16 bits.
 constexpr bool keeps_weights = has_dropout || has_softcap || wants_dbias || wants_dalibi;
@@ -148,6 +149,24 @@ DEVICE KeptWeights kept_weights_of(const Dropout& dropout, i32 i0, i32 j, int la
   return kept;
 }
 
+// Statistics (lse or delta) of the queries 8 c + 2 (lane % 4) and + 1, from shared memory.
+template <int rows> DEVICE Pack<float, 2> pair_of(Shared<float, rows, tile_q>& statistics, int row, int c, int lane) {
+  return statistics.template as<Pack<float, 2>>(row, 8 * c + 2 * (lane % 4));
+}
+// A row of them that a lane has fetched ahead of its use.
+struct HeldRow {
+  Pack<float, 2> pair[n_scores / 4];
+  template <class Rows> DEVICE void fetch(Rows& statistics, int row, int lane) {
+#pragma unroll
+    for (int c = 0; c < n_scores / 4; ++c) {
+      pair[c] = pair_of(statistics, row, c, lane);
+      pin(pair[c].item[0]);
+      pin(pair[c].item[1]);
+    }
+  }
+};
+DEVICE Pack<float, 2> pair_of(HeldRow& held, int, int c, int) { return held.pair[c]; }
+
 // S <- P = e^(score - lse), 0 where hidden.  slopes, with softcap: d score / d (scale q.k).
 // statistics(row, .): lse of the tile's queries, as query_tiles.cuh keeps it.  keys: what the lane's two keys may see.
 // tests: false where every pair is known to be visible.
@@ -159,7 +178,7 @@ DEVICE void make_weights(const Args& args, const HeadRules& rules, float (&S)[n_
 #pragma unroll
   for (int c = 0; c < n_scores / 4; ++c) {
     const int col = 8 * c + 2 * (lane % 4);
-    const Pack<float, 2> lse = statistics.template as<Pack<float, 2>>(row, col);
+    const Pack<float, 2> lse = pair_of(statistics, row, c, lane);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int half = n / 2, e = n % 2;
@@ -239,7 +258,7 @@ DEVICE void make_gradients(const Args& args, const HeadRules& rules, float (&dP)
 #pragma unroll
   for (int c = 0; c < n_scores / 4; ++c) {
     const int col = 8 * c + 2 * (lane % 4);
-    const Pack<float, 2> delta = statistics.template as<Pack<float, 2>>(row, col);
+    const Pack<float, 2> delta = pair_of(statistics, row, c, lane);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int half = n / 2, e = n % 2, at = 4 * c + n;
