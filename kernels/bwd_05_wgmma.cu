@@ -94,7 +94,7 @@ KERNEL(n_threads, 1) bwd_05_wgmma(const __grid_constant__ MappedArgs args) {
     mbarrier_wait(smem.full(stage), n / 2 & 1);
     mine.ask_S(stage);
     mine.ask_dP(stage);
-    wgmma_wait<1>();
+    wgmma_wait<1>();   // S
     mine.soften(stage, at);
     wgmma_wait<0>();   // dP
     mine.differentiate(stage, at);

@@ -26,6 +26,8 @@
 
 // The next S under this step's arithmetic: where registers hold it beside dK and dV.
 constexpr bool runs_ahead = head_dim_tile + head_dim_v_tile <= 192;
+// lse and delta are fetched while the product runs that they wait for, where registers hold them.
+constexpr bool fetches_early = runs_ahead && tile_q == 64;
 constexpr int held_steps = keeps_weights ? 0 : head_dim_v_tile == 96 ? 6 : head_dim_v_tile == 128 ? 3 : 0;
 
 struct Tiles {
@@ -107,10 +109,11 @@ struct Consumer : KeyGroup<Smem, held_steps> {
 
   // Step n + 1's S and dP run under step n's arithmetic.
   DEVICE void run_ahead(QueryWalk<Walk>& at) {
+    HeldRow held;   // lse or delta, on their way while a product runs
     ask_scores(0, at.i0);
-    wgmma_wait<1>();
+    wgmma_wait<1>();   // S
     soften(0, at);
-    wgmma_wait<0>();
+    wgmma_wait<0>();   // dP
     differentiate(0, at);
     i64 place = place_of(args, seq, at.h, at.i0), place_before = place;
     i32 turn = 0, turn_before = 0;
@@ -129,12 +132,16 @@ struct Consumer : KeyGroup<Smem, held_steps> {
       at.next();
       if (!at.exists()) break;
       ask_scores(n + 1, at.i0);
-      wgmma_wait<1>();
-      soften(stage ^ 1, at);
+      if constexpr (fetches_early) held.fetch(smem.rows, 2 * (stage ^ 1), lane);
+      wgmma_wait<1>();   // S
+      if constexpr (fetches_early) soften(stage ^ 1, at, held, 0);
+      else soften(stage ^ 1, at);
       wait_dS(n);
       ask_dQ(stage);
+      if constexpr (fetches_early) held.fetch(smem.rows, 2 * (stage ^ 1) + 1, lane);
       wgmma_wait<1>();   // dP
-      differentiate(stage ^ 1, at);
+      if constexpr (fetches_early) differentiate(at, held, 0);
+      else differentiate(stage ^ 1, at);
       wgmma_wait<0>();   // dQ
       place = place_of(args, seq, at.h, at.i0);
       ++n;
@@ -151,7 +158,7 @@ struct Consumer : KeyGroup<Smem, held_steps> {
     for (int n = 0; at.exists(); ++n, at.next()) {
       const int stage = n % 2;
       ask_scores(n, at.i0);
-      wgmma_wait<1>();
+      wgmma_wait<1>();   // S
       soften(stage, at);
       ask_dV(stage);
       wgmma_wait<1>();   // dP

@@ -182,26 +182,26 @@ template <class Smem, int held_steps> struct KeyGroup {
     barrier_sync(1, group_threads);   // the rows are zeros for both groups
   }
 
-  // S -> P, in 16 bits too.
-  DEVICE void soften(int stage, const QueryWalk<Walk>& at) {
+  // S -> P, in 16 bits too.  lse: of the tile's queries, in shared memory or held.
+  DEVICE void soften(int stage, const QueryWalk<Walk>& at) { soften(stage, at, smem.rows, 2 * stage); }
+  template <class Rows> DEVICE void soften(int stage, const QueryWalk<Walk>& at, Rows& lse, int row) {
     enter_head(at.h);
-    const int row = 2 * stage;
     const auto is_kept = [&](i32 i, i32 key) { return smem.keeps(at.blocks, key, at.i0, i, stage); };
     if (is_whole(meeting, at.i0))
-      make_weights<false>(args, rules, S, slopes, smem.rows, row, at.i0, j, queries, lane, is_kept);
-    else
-      make_weights<true>(args, rules, S, slopes, smem.rows, row, at.i0, j, queries, lane, is_kept);
+      make_weights<false>(args, rules, S, slopes, lse, row, at.i0, j, queries, lane, is_kept);
+    else make_weights<true>(args, rules, S, slopes, lse, row, at.i0, j, queries, lane, is_kept);
     if constexpr (has_dropout) kept = kept_weights_of(rules.dropout, at.i0, j, lane);
     pack_weights(args, P, S, kept);
   }
 
   // dP -> dS.
   DEVICE void differentiate(int stage, const QueryWalk<Walk>& at) {
-    const int row = 2 * stage + 1;
+    differentiate(at, smem.rows, 2 * stage + 1);
+  }
+  template <class Rows> DEVICE void differentiate(const QueryWalk<Walk>& at, Rows& delta, int row) {
     if (!needs_tests || is_whole(meeting, at.i0))
-      make_gradients<false>(args, rules, dP, S, P, slopes, kept, smem.rows, row, at.i0, j, queries, sums, lane);
-    else
-      make_gradients<true>(args, rules, dP, S, P, slopes, kept, smem.rows, row, at.i0, j, queries, sums, lane);
+      make_gradients<false>(args, rules, dP, S, P, slopes, kept, delta, row, at.i0, j, queries, sums, lane);
+    else make_gradients<true>(args, rules, dP, S, P, slopes, kept, delta, row, at.i0, j, queries, sums, lane);
     pack_scores(dS, dP);
   }
 
