@@ -22,8 +22,8 @@ from cuflash.row import (
     round_up,
     shared_bytes,
 )
-from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
-from cuflash.rows_hopper import DTYPES, FLOPS
+from cuflash.rows_forward import LENGTHS, Traffic, kept_blocks_bytes
+from cuflash.rows_hopper import DTYPES, FLOPS, boxed_bytes, role_threads
 
 LIMITS = (*LENGTHS, ("head_dim", 256), ("head_dim_v", 256))
 N_SMS = 132  # blocks of a persistent grid: of a large GPU; on a smaller one the last start late
@@ -32,11 +32,6 @@ N_SMS = 132  # blocks of a persistent grid: of a large GPU; on a smaller one the
 def panel(cols: int) -> int:
     """Columns of a panel: = PanelTile::panel_cols."""
     return 64 if cols % 64 == 0 else 32 if cols % 32 == 0 else 16
-
-
-def role_threads(p: Params) -> int:
-    """Consumers and the producer's warpgroup: = n_role_threads of roles.cuh."""
-    return 32 * p["N_WARPS"] + 128
 
 
 def _smem(p: Params) -> int:
@@ -60,6 +55,18 @@ def _more(problem: Problem, p: Params) -> Params:
     """LATE: nothing is added to a score and the scale is positive, so it waits for the softmax."""
     adds = problem.softcap is not None or problem.has_alibi or problem.bias is not None
     return {"LATE": int(problem.scale > 0 and not adds)}
+
+
+def _bytes(problem: Problem, p: Params) -> Traffic:
+    """{} where it depends on what arrays hold, and where options are read by every thread of a tile."""
+    options = problem.has_alibi or problem.has_sink or problem.bias is not None or problem.has_mask
+    given = problem.packed or problem.has_query_lengths or problem.has_key_lengths or problem.block_mask
+    return {} if options or given else boxed_bytes(problem, p) | _asked(problem, p)
+
+
+def _asked(problem: Problem, p: Params) -> Traffic:
+    """Every tile is asked for by an atomic addition, and so is the end, once a block."""
+    return {}
 
 
 def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
@@ -111,5 +118,6 @@ FWD_10 = Row(
     limits=LIMITS,
     workspace=_slots,
     more=_more,
+    bytes=_bytes,
     flops_per_clock=FLOPS,
 )
