@@ -109,13 +109,15 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
         K = buffers.load_with("K", head.k[j0:j1], 1)  # [K, 1]
         V = buffers.load("V", head.v[j0:j1])
 
-        S = np.matmul(Q[rows], K.T, out=buffers.empty("S", r1 - r0, j1 - j0))
+        S = buffers.empty("S", r1 - r0, j1 - j0)
         is_small = is_small and longest_q * largest_norm(K) <= SMALL and largest_norm(V) <= SMALL_V
-        if is_small:  # m is 0, and may stay so
+        if is_small:  # m is 0, may stay so, and needs no column
+            np.matmul(Q[rows, :-1], K[:, :-1].T, out=S)
             P = small_exp(S, out=S)
             head.visible.hide(P, r0, j0, 0, buffers)
             pairs = None
         else:
+            np.matmul(Q[rows], K.T, out=S)
             head.change(S, m[rows], r0, j0, buffers)  # scores, above m
             top = S.max()
             if not top <= FAR[S.dtype.name] and forget(S, m[rows], l[rows], O[rows]):
