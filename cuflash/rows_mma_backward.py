@@ -38,11 +38,19 @@ from cuflash.rows_mma import DTYPES, LIMITS
 KB = 1024
 
 
+def _dout_parts(p: Params) -> int:
+    """dO_parts of mma_gradient.cuh: tiles that hold dout."""
+    if p["DOUT_DTYPE"] == p["DTYPE"]:
+        return 1
+    return 3 if p["DALIBI"] and p["DTYPE"] == 1 else 2
+
+
 def _tiles_bytes(p: Params, stages: int, score_tiles: int) -> int:
     tile_q, tile_kv, dims = p["TILE_Q"], p["TILE_KV"], (p["HEAD_DIM"], p["HEAD_DIM_V"])
     return shared_bytes(
         *((2, tile_kv, dim) for dim in dims),
-        *((2, stages * tile_q, dim) for dim in dims),
+        (2, stages * tile_q, dims[0]),
+        (2, stages * _dout_parts(p) * tile_q, dims[1]),
         (2, score_tiles * tile_kv, tile_q),
         *2 * [(4, stages, tile_q)],
     )
@@ -105,21 +113,34 @@ BWD_03 = Row(
 ENOUGH_BLOCKS = 264  # two on every SM of a large GPU
 
 
-def _warps_across(p: Params, rows: int, cols: int) -> int:
+def _warps_across(rows: int, cols: int, warps: int) -> int:
     """= warps_across of mma_gradient.cuh."""
-    cuts = []
+    cuts = [(2**20, 1)]
     for across in (1, 2, 4, 8):
-        down = p["N_WARPS"] // across
+        down = warps // across
         if down and rows % (16 * down) == 0 and (cols % (16 * across) == 0 or cols == 8 * across):
             cuts.append((rows // down + cols // across, across))
     return min(cuts)[1]
 
 
+def _step_q(p: Params) -> int:
+    tile_q = p["TILE_Q"]
+    return tile_q // 2 if 2 * p["TILE_KV"] * tile_q > 64 * 32 * p["N_WARPS"] else tile_q
+
+
 def _keeps_scores(p: Params) -> bool:
     """keeps_P of the kernel: does every warp make whole rows of P^T, dV and dK?"""
-    tile_q, tile_kv, dims = p["TILE_Q"], p["TILE_KV"], (p["HEAD_DIM"], p["HEAD_DIM_V"])
-    step_q = tile_q // 2 if 2 * tile_kv * tile_q > 64 * 32 * p["N_WARPS"] else tile_q
-    return all(_warps_across(p, tile_kv, cols) == 1 for cols in (step_q, *dims))
+    widths = _step_q(p), p["HEAD_DIM"], p["HEAD_DIM_V"]
+    return all(_warps_across(p["TILE_KV"], cols, p["N_WARPS"]) == 1 for cols in widths)
+
+
+def _traded_bytes(p: Params) -> int:
+    """sizeof(Trades): what pairs of warps give each other, where a warp alone would have 16 rows."""
+    rows, cols, warps = p["TILE_KV"], _step_q(p), p["N_WARPS"]
+    across = _warps_across(rows, cols, warps)
+    trades = rows == 16 * warps // across and warps // across % 2 == 0
+    is_long = p["HEAD_DIM"] + p["HEAD_DIM_V"] >= 256
+    return shared_bytes((4, warps * cols // across // 8, 128)) if trades and is_long else 0
 
 
 def _two_stages(p: Params) -> int:
@@ -130,7 +151,7 @@ def _two_stages(p: Params) -> int:
         kept = kept_blocks_bytes(*tiles, *blocks, 2)
         if p["DETERMINISTIC"] and not kept:
             kept = shared_bytes((4, 2, 1))  # a tile inside one block: is it kept?
-    return _tiles_bytes(p, 2, 1 if _keeps_scores(p) else 2) + kept
+    return _tiles_bytes(p, 2, 1 if _keeps_scores(p) else 2) + _traded_bytes(p) + kept
 
 
 def _blocks(problem: Problem, p: Params) -> int:
@@ -183,11 +204,15 @@ BWD_04 = Row(
     False,
     80,
     (
-        Tile(64, 128, 4, up_to=64),
-        Tile(64, 64, 4, up_to=128, room=113 * KB),
-        Tile(32, 64, 4, up_to=128),
-        Tile(64, 64, 8, up_to=256, room=209 * KB),
-        Tile(32, 64, 8, up_to=256),
+        # Up to 64 a warp keeps its rows of P^T and dS^T in registers: 32 rows of 128.
+        Tile(64, 128, 4, up_to=64, room=163 * KB),  # 81 KB at 64, two blocks an SM
+        Tile(64, 128, 8, up_to=64),  # 97 KB at 64, of the 99 that smaller GPUs have
+        Tile(64, 64, 4, up_to=128, room=225 * KB),  # 113 KB at 128, two blocks an SM
+        Tile(64, 128, 8, up_to=128, room=163 * KB),  # 161 KB at 128
+        Tile(32, 64, 8, up_to=128),  # 88 KB at 128
+        Tile(64, 64, 8, up_to=256, room=225 * KB),  # 225 KB at 256
+        Tile(32, 64, 8, up_to=256, room=163 * KB),  # 145 KB at 256
+        Tile(32, 32, 4, up_to=192),  # 77 KB at 192
         Tile(16, 32, 4, up_to=256),
     ),
     (

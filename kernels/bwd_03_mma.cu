@@ -34,7 +34,7 @@ struct Smem {
   XorTile<tile_kv, head_dim_tile> K;
   XorTile<tile_kv, head_dim_v_tile> V;
   XorTile<tile_q, head_dim_tile> Q;
-  XorTile<tile_q, head_dim_v_tile> dO;
+  XorTile<tile_q, head_dim_v_tile> dO[dO_parts];
   XorTile<tile_kv, tile_q> P;   // transposed, as are S and dP
   XorTile<tile_kv, tile_q> dS;
   TileNumbers<1> of_rows;
@@ -77,7 +77,7 @@ KERNEL(n_threads, 1) bwd_03_mma(const __grid_constant__ Args args) {
       S.clear();
       dP.clear();
       multiply_rows(S, smem.K, smem.Q, 0, warp, lane);
-      multiply_rows(dP, smem.V, smem.dO, 0, warp, lane);
+      for (auto& dO : smem.dO) multiply_rows(dP, smem.V, dO, 0, warp, lane);
 
       const auto is_kept = [](i32, i32) { return true; };
       const auto visit = [](int, i32, i32, acc) {};
@@ -91,7 +91,7 @@ KERNEL(n_threads, 1) bwd_03_mma(const __grid_constant__ Args args) {
       store_16(dP, smem.dS, 0, warp, lane);
       block_sync();   // P and dS are there
 
-      multiply(dV, smem.P, smem.dO, warp, lane);
+      for (auto& dO : smem.dO) multiply(dV, smem.P, dO, warp, lane);
       multiply(dK, smem.dS, smem.Q, warp, lane);
       Share<tile_q, head_dim_tile> dQ;
       dQ.clear();

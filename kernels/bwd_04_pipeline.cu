@@ -44,6 +44,10 @@ constexpr int step_d = halves_dQ ? head_dim_tile / 2 : head_dim_tile;
 using OfScores = Share<tile_kv, step_q>;   // S^T, dP^T
 using OfK = Share<tile_kv, head_dim_tile>;
 using OfV = Share<tile_kv, head_dim_v_tile>;
+// Of S^T or dP^T, by half of the warps: see Trade.  It pays where products are long.
+constexpr bool trades =
+    OfScores::row_blocks == 1 && OfScores::down % 2 == 0 && head_dim_tile + head_dim_v_tile >= 256;
+using OfHalf = Share<tile_kv, step_q, trades ? n_warps / 2 : n_warps, OfScores::across>;
 constexpr bool keeps_P = OfScores::across == 1 && OfK::across == 1 && OfV::across == 1;
 
 using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;
@@ -53,14 +57,27 @@ constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::t
 struct Tiles {
   XorTile<tile_kv, head_dim_tile> K;
   XorTile<tile_kv, head_dim_v_tile> V;
-  XorTile<tile_q, head_dim_tile> Q[2];     // ring: stage = number of the tile % 2
-  XorTile<tile_q, head_dim_v_tile> dO[2];  // same stage as its Q
+  XorTile<tile_q, head_dim_tile> Q[2];   // ring: stage = number of the tile % 2
+  XorTile<tile_q, head_dim_v_tile> dO[2][dO_parts];   // same stage as its Q
   XorTile<tile_kv, tile_q> of_scores[keeps_P ? 1 : 2];   // dS^T, P^T
   TileNumbers<2> of_rows;
 };
-struct Smem : Tiles, KeptBlocks<Walk, asks_blocks, 2> {};
+template <bool is_needed> struct Trades {
+  Trade<OfHalf> trade;
+};
+template <> struct Trades<false> {
+  template <class Part> DEVICE void trade(OfHalf&, Part&, Part&, int, int) {}
+};
+struct Smem : Tiles, Trades<trades>, KeptBlocks<Walk, asks_blocks, 2> {};
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "bwd_04_pipeline: Smem and its row disagree");
 static_assert(args_bytes < 0 || sizeof(Args) == args_bytes, "bwd_04_pipeline: Args and launch.py disagree");
+
+// The warp whose share of S^T and dP^T this warp has after the trade: row blocks of a pair lie one above the
+// other.
+DEVICE int place_in_trade(int warp) {
+  const int half_warp = warp % (n_warps / 2), is_lower = warp / (n_warps / 2);
+  return (half_warp / OfHalf::across * 2 + is_lower) * OfHalf::across + half_warp % OfHalf::across;
+}
 
 // Query tiles in the order in which a block visits them, head after head.
 struct Cursor {
@@ -82,7 +99,7 @@ struct HeadSums {
 // sums -> memory, in a fixed order.  All threads; scratch is free before and after.
 DEVICE void store_sums(const Args& args, const KeyTile& own, i64 h, HeadSums& sums,
                        XorTile<tile_kv, tile_q>& scratch, int thread) {
-  const int lane = thread % 32, warp = thread / 32;
+  const int lane = thread % 32, warp = thread / 32, place = trades ? place_in_trade(warp) : warp;
   if constexpr (wants_dalibi) {
     const float mine = warp_sum(sums.slope);
     if (lane == 0) scratch.cells.template as<float>(warp, 0) = mine;
@@ -101,7 +118,7 @@ DEVICE void store_sums(const Args& args, const KeyTile& own, i64 h, HeadSums& su
     for (int r = 0; r < OfScores::n_rows; ++r) {
       const float mine = warp_sum<4>(sums.of_key[r]);
       if (lane % 4 == 0)
-        scratch.cells.template as<float>(OfScores::row(warp, lane, r), warp % OfScores::across * 2) = mine;
+        scratch.cells.template as<float>(OfScores::row(place, lane, r), place % OfScores::across * 2) = mine;
     }
     block_sync();   // every part is there
     for (int row = thread; row < tile_kv && own.j0 + row < own.seq.rows_k; row += n_threads) {
@@ -208,23 +225,35 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
 #pragma unroll 1
     for (int first = 0; first < tile_q; first += step_q) {
       lane = opaque(lane), warp = opaque(warp);   // else addresses of all five products live in registers
+      const int place = trades ? place_in_trade(warp) : warp;
       OfScores S, dP;
-      S.clear();
-      dP.clear();
-      multiply_rows(S, smem.K, smem.Q[stage], first, warp, lane);
-      multiply_rows(dP, smem.V, smem.dO[stage], first, warp, lane);
+      if constexpr (trades) {
+        OfHalf mine;
+        mine.clear();
+        const int half_warp = warp % (n_warps / 2);
+        if (warp < n_warps / 2)
+          multiply_rows(mine, smem.K, smem.Q[stage], first, half_warp, lane);
+        else
+          for (auto& dO : smem.dO[stage]) multiply_rows(mine, smem.V, dO, first, half_warp, lane);
+        smem.trade(mine, S, dP, warp, lane);
+      } else {
+        S.clear();
+        dP.clear();
+        multiply_rows(S, smem.K, smem.Q[stage], first, warp, lane);
+        for (auto& dO : smem.dO[stage]) multiply_rows(dP, smem.V, dO, first, warp, lane);
+      }
       if (full)
-        share_gradient<false>(args, smem.of_rows, stage, S, dP, seq, rules, scale_log2, i0, first, j0, warp,
+        share_gradient<false>(args, smem.of_rows, stage, S, dP, seq, rules, scale_log2, i0, first, j0, place,
                               lane, is_kept, visit);
       else
-        share_gradient<true>(args, smem.of_rows, stage, S, dP, seq, rules, scale_log2, i0, first, j0, warp,
+        share_gradient<true>(args, smem.of_rows, stage, S, dP, seq, rules, scale_log2, i0, first, j0, place,
                              lane, is_kept, visit);
-      store_16(dP, dS_smem, first, warp, lane);
+      store_16(dP, dS_smem, first, place, lane);
       if constexpr (keeps_P) {
-        multiply_own(dV, S, smem.dO[stage], first, warp, lane);
+        for (auto& dO : smem.dO[stage]) multiply_own(dV, S, dO, first, warp, lane);
         multiply_own(dK, dP, smem.Q[stage], first, warp, lane);
       } else {
-        store_16(S, P_smem, first, warp, lane);
+        store_16(S, P_smem, first, place, lane);
       }
     }
     if (deterministic && thread == 0) {
@@ -236,7 +265,7 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
     block_sync();   // P and dS are there; in turn, everyone before has added to this tile of dQ_sum
 
     if constexpr (!keeps_P) {
-      multiply(dV, P_smem, smem.dO[stage], warp, lane);
+      for (auto& dO : smem.dO[stage]) multiply(dV, P_smem, dO, warp, lane);
       multiply(dK, dS_smem, smem.Q[stage], warp, lane);
     }
 #pragma unroll 1

@@ -9,26 +9,28 @@
 //   dK   += dS^T Q     dS^T[j][i]   Q[i][d]      k is B's row       ldmatrix, ldmatrix.trans     multiply
 //   dQ   += dS K       dS^T[j][i]   K[j][d]      k is both's row    ldmatrix.trans, .trans       multiply_columns
 #pragma once
+#include "barrier.cuh"
 #include "gradient.cuh"
 #include "matrices.cuh"
 
 // Into how many columns of warps a product of [rows, cols] is cut, so that the warps read least; 16 rows and
 // 16 columns at least, or the 8 columns that are left.
-DEVICE constexpr int warps_across(int rows, int cols) {
+DEVICE constexpr int warps_across(int rows, int cols, int warps) {
   int best = 1, least = 1 << 20;
-  for (int across = 1; across <= n_warps; across *= 2) {
-    const int down = n_warps / across, read = rows / down + cols / across;
+  for (int across = 1; across <= warps; across *= 2) {
+    const int down = warps / across, read = rows / down + cols / across;
     const bool is_cut = rows % (16 * down) == 0 && (cols % (16 * across) == 0 || cols == 8 * across);
     if (is_cut && read < least) best = across, least = read;
   }
   return best;
 }
 
-// What a warp holds of a product of [n_rows, n_cols] that all warps of the block share.  Rows lie in one
+// What a warp holds of a product of [n_rows, n_cols] that all warps of the block, or some, share.  Rows lie in one
 // piece; columns alternate between the warps, 16 at a time, so that every warp reads at constant distances.
 // Piece (a, c) is 16 x 8; of it a lane has rows lane / 4 and + 8, columns 2 (lane % 4) and + 1.
-template <int n_rows_, int n_cols> struct Share {
-  static constexpr int across = warps_across(n_rows_, n_cols), down = n_warps / across;
+template <int n_rows_, int n_cols, int warps = n_warps, int cut = warps_across(n_rows_, n_cols, warps)>
+struct Share {
+  static constexpr int across = cut, down = warps / across;
   static constexpr int row_blocks = n_rows_ / down / 16, n = n_cols / across / 8, n_rows = 2 * row_blocks;
   static constexpr int group = n == 1 ? 8 : 16;   // neighbouring columns of one warp
   static_assert(row_blocks * 16 * down == n_rows_ && n * 8 * across == n_cols, "Share: an uneven cut");
@@ -159,6 +161,36 @@ DEVICE void multiply_columns(Result& result, TileA& A, TileB& B, int d0, int war
   }
 }
 
+// Where the blocks of two warps would be small, half of the warps makes S^T and the other half dP^T in blocks
+// twice as high, and pairs of warps trade: each gives one of its two row blocks for the other's.
+template <class Half> struct Trade {
+  Shared<float, n_warps * Half::n, 128> pieces;
+
+  // S, dP <- the row block that stays here, of the warp's own product and of its partner's.
+  template <class Part> DEVICE void operator()(Half& mine, Part& S, Part& dP, int warp, int lane) {
+    static_assert(Half::row_blocks == 2 && Part::row_blocks == 1 && Half::n == Part::n, "Trade: two for one");
+    const bool makes_dP = warp >= n_warps / 2;
+#pragma unroll
+    for (int c = 0; c < Half::n; ++c) {
+      Vec16<float> piece;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) piece.item[e] = makes_dP ? mine.at[0][c][e] : mine.at[1][c][e];
+      pieces.template as<Vec16<float>>(warp * Half::n + c, lane * 4) = piece;
+    }
+    barrier_sync(1 + warp % (n_warps / 2), 64);   // both of the pair have given
+#pragma unroll
+    for (int c = 0; c < Half::n; ++c) {
+      const int from = (warp + n_warps / 2) % n_warps * Half::n + c;
+      const Vec16<float> piece = pieces.template as<Vec16<float>>(from, lane * 4);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        S.at[0][c][e] = makes_dP ? piece.item[e] : mine.at[0][c][e];
+        dP.at[0][c][e] = makes_dP ? mine.at[1][c][e] : piece.item[e];
+      }
+    }
+  }
+};
+
 // ---- P and dS
 
 // Nothing but the scale changes a score: P is one multiply-add and one exponential, in base 2.
@@ -279,36 +311,40 @@ DEVICE void store_16(Part& part, Tile& tile, int first, int warp, int lane) {
 template <class Part>
 DEVICE void add_share(Part& part, void* data, const TileSource& target, int warp, int lane) {
   const Global<float> to(data);
-  const bool odd = lane % 2;
+  if (Part::n > 1 && target.by_vectors) {
+    const bool odd = lane % 2;
+    const int col0 = Part::col(warp, lane, 0) + (odd ? 6 : 0);   // odd: of the second piece
+#pragma unroll
+    for (int r = 0; r < Part::n_rows; ++r) {
+      const int row = Part::row(warp, lane, r);
+      const i64 index = target.base + row * target.stride + col0;
+#pragma unroll
+      for (int c = 0; c + 1 < Part::n; c += 2) {
+        Vec16<float> sum;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float first = part.of_row(r, c, e), second = part.of_row(r, c + 1, e);
+          const float got = shfl_xor(odd ? first : second, 1);
+          sum.item[e] = odd ? got : first;
+          sum.item[2 + e] = odd ? second : got;
+        }
+        const int d = Part::col(0, 0, c);
+        if (row < target.rows && col0 + d < target.cols) add_chunk(to, index + d, sum);
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < Part::n_rows; ++r) {
     const int row = Part::row(warp, lane, r);
-    const bool is_there = row < target.rows;   // every lane goes on: they exchange
     const i64 index = target.base + row * target.stride;
 #pragma unroll
-    for (int c = 0; c < Part::n; c += 2) {
-      const int col = Part::col(warp, lane, c);
-      if constexpr (Part::n > 1) {
-        if (target.by_vectors) {
-          Vec16<float> sum;
+    for (int c = 0; c < Part::n; ++c)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float first = part.of_row(r, c, e), second = part.of_row(r, c + 1, e);
-            const float got = shfl_xor(odd ? first : second, 1);
-            sum.item[e] = odd ? got : first;
-            sum.item[2 + e] = odd ? second : got;
-          }
-          const int d = odd ? col + 6 : col;   // odd: of the second piece, from the left lane's column on
-          if (is_there && d < target.cols) add_chunk(to, index + d, sum);
-          continue;
-        }
+      for (int e = 0; e < 2; ++e) {
+        const int d = Part::col(warp, lane, c) + e;
+        if (row < target.rows && d < target.cols) to.add(index + d, part.of_row(r, c, e));
       }
-#pragma unroll
-      for (int e = 0; e < 2 * (Part::n > 1 ? 2 : 1); ++e) {
-        const int d = col + e / 2 * 8 + e % 2;
-        if (is_there && d < target.cols) to.add(index + d, part.of_row(r, c + e / 2, e % 2));
-      }
-    }
   }
 }
 
@@ -353,24 +389,34 @@ DEVICE void store_share(Part& part, float scale, void* data, const TileSource& t
 
 // ---- loads and places
 
-// tile = dO in 16 bits, whatever its dtype, asked for or loaded.
+// Tiles that hold dO.  An array of another dtype comes in 16-bit parts, else its rounding would add to that of
+// P; in as many as float32 has bits for, where the gradient of the slopes is a float32 sum of dP.
+constexpr int dO_parts = is_same<dout_elem, elem> ? 1 : wants_dalibi && is_same<elem, bf16> ? 3 : 2;
+
+// tiles = dO, whatever its dtype, asked for or loaded: each holds what the one before has lost.
 template <bool is_async, class Tile>
-DEVICE void load_dO(Tile& tile, const void* data, const TileSource& source, int thread) {
+DEVICE void load_dO(Tile (&tiles)[dO_parts], const void* data, const TileSource& source, int thread) {
   if constexpr (is_same<dout_elem, elem>) {
-    if constexpr (is_async) request_tile(tile, data, source, thread);
-    else load_tile(tile, data, source, thread);
+    if constexpr (is_async) request_tile(tiles[0], data, source, thread);
+    else load_tile(tiles[0], data, source, thread);
   } else {
     const Global<dout_elem> from(const_cast<void*>(data));
     for (int at = thread; at < Tile::rows * Tile::cols / 8; at += n_threads) {
       const int row = at / (Tile::cols / 8), d = at % (Tile::cols / 8) * 8;
-      Vec16<elem> chunk;
+      Vec16<elem> chunks[dO_parts];
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        chunk.item[e] = {};
+        float rest = 0;
         if (row < source.rows && d + e < source.cols)
-          chunk.item[e] = convert<elem>(from.load(source.base + row * source.stride + d + e));
+          rest = convert<float>(from.load(source.base + row * source.stride + d + e));
+#pragma unroll
+        for (int part = 0; part < dO_parts; ++part) {
+          chunks[part].item[e] = convert<elem>(rest);
+          rest -= convert<float>(chunks[part].item[e]);
+        }
       }
-      tile.chunk(row, d / 8) = chunk;
+#pragma unroll
+      for (int part = 0; part < dO_parts; ++part) tiles[part].chunk(row, d / 8) = chunks[part];
     }
   }
 }
