@@ -258,6 +258,9 @@ template <int n, class Tile> DEVICE void add_product(float (&sum)[n], const Word
 // 64 keys x 64 queries = A B^T over the columns of both.
 template <class Tile> DEVICE void product(float (&result)[n_scores], Tile& A, Tile& B) {
   const Descriptor keys(A.descriptor_K(0)), queries(B.descriptor_K(0));
+  if constexpr (!is_plain)   // else what branches left of the last result gets in the way of this one (C7514)
+#pragma unroll
+    for (int at = 0; at < n_scores; ++at) result[at] = 0;
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Tile::cols / 16; ++k) {
