@@ -12,7 +12,7 @@
 //                  dV += P^T dO,  dK += dS^T Q                 registers, over the whole walk
 //                  dQ_sum += dS K                              memory, atomically, 16 bytes at a time
 //                dK * scale, dV -> memory                      (pass_convert makes dQ of dQ_sum)
-//              Which operand needs a transpose: see the table in lib/mma_gradient.cuh.  An mma wants k along
+//              Which operand needs a transpose: see the table in lib/shares.cuh.  An mma wants k along
 //              the rows of A and along the columns of B as they lie in memory.  S and dP have d for k, and
 //              nothing is turned.  dV and dK have queries for k: dO and Q are turned by ldmatrix.trans on
 //              their way.  dQ has keys for k: K is turned, and dS^T turned back

@@ -31,10 +31,6 @@
 #include "lib/blocks.cuh"
 #include "lib/mma_gradient.cuh"
 
-constexpr int SLOT_DALIBI = 0;   // workspace: float [slots of key tiles, heads], one part of dalibi_slopes each
-constexpr int SLOT_DBIAS = 1;    // workspace: float [batch, heads, len_k], dbias summed over the queries
-constexpr int SLOT_TURNS = 2;    // workspace: i32 [heads, slots of query tiles], blocks that have added
-
 // Queries at a time: S and dP get 64 registers together, beside dK and dV.
 constexpr int step_q = 2 * tile_kv * tile_q / n_threads > 64 ? tile_q / 2 : tile_q;
 // Columns of dQ at a time: fewer where dK, dV and dQ together would leave too few registers.
@@ -84,59 +80,6 @@ struct Cursor {
   i32 h, i0, h_end;
   DEVICE bool exists() const { return h < h_end; }
 };
-
-// Sums over the queries of one head, `numbers` per lane: scratch of [TILE_KV][.] floats, whose owner has it free.
-struct HeadSums {
-  float of_key[OfScores::n_rows];   // dbias
-  float slope;                      // dalibi
-  DEVICE void clear() {
-    slope = 0;
-#pragma unroll
-    for (int r = 0; r < OfScores::n_rows; ++r) of_key[r] = 0;
-  }
-};
-
-// sums -> memory, in a fixed order.  All threads; scratch is free before and after.
-DEVICE void store_sums(const Args& args, const KeyTile& own, i64 h, HeadSums& sums,
-                       XorTile<tile_kv, tile_q>& scratch, int thread) {
-  const int lane = thread % 32, warp = thread / 32, place = trades ? place_in_trade(warp) : warp;
-  if constexpr (wants_dalibi) {
-    const float mine = warp_sum(sums.slope);
-    if (lane == 0) scratch.cells.template as<float>(warp, 0) = mine;
-    block_sync();   // all warps have written
-    if (thread == 0) {
-      float total = 0;
-      for (int w = 0; w < n_warps; ++w) total += scratch.cells.template as<float>(w, 0);
-      const i64 tile = own.j0 / tile_kv;
-      const i64 slot = is_packed ? own.seq.k_row0 / tile_kv + own.seq.b + tile : tile * args.batch + own.seq.b;
-      Global<float>(args.workspace[SLOT_DALIBI]).store(slot * args.heads + h, total);
-    }
-    block_sync();   // thread 0 has read: scratch is free
-  }
-  if constexpr (dbias_case == 2) {
-#pragma unroll
-    for (int r = 0; r < OfScores::n_rows; ++r) {
-      const float mine = warp_sum<4>(sums.of_key[r]);
-      if (lane % 4 == 0)
-        scratch.cells.template as<float>(OfScores::row(place, lane, r), place % OfScores::across * 2) = mine;
-    }
-    block_sync();   // every part is there
-    for (int row = thread; row < tile_kv && own.j0 + row < own.seq.rows_k; row += n_threads) {
-      float total = 0;
-      for (int w = 0; w < OfScores::across; ++w) total += scratch.cells.template as<float>(row, w * 2);
-      const i64 key = own.seq.k_row0 + own.j0 + row;
-      Global<float>(args.workspace[SLOT_DBIAS])
-          .store((own.seq.array_b * args.heads + h) * args.len_k + key, total);
-    }
-    block_sync();   // all sums are read: scratch is free
-  }
-}
-
-// Where the number of blocks that have added to dQ_sum of query tile i0 is counted.
-DEVICE i64 turn_index(const Args& args, const Sequence& seq, i64 h, i32 i0) {
-  const i64 slot = is_packed ? seq.q_row0 / tile_q + seq.b : seq.b * ceil_div(args.len_q, tile_q);
-  return h * n_slots(args, args.len_q, tile_q) + slot + i0 / tile_q;
-}
 
 KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
   SHARED_MEMORY(Smem, smem);
@@ -194,7 +137,7 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
     request(at, 0);
   }
   HeadRules rules = {};
-  HeadSums sums;
+  HeadSums<OfScores> sums;
   i32 h_of_rules = -1;
   int stage = 0;
   i64 my_turn = -1;   // of the tile whose additions are under way
@@ -280,7 +223,7 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
     if constexpr (wants_dalibi || dbias_case == 2)
       if (next.h != at.h) {
         block_sync();   // everyone has used dS: it may hold the sums
-        store_sums(args, own, at.h, sums, dS_smem, thread);
+        store_sums(args, own, at.h, sums, dS_smem, trades ? place_in_trade(warp) : warp, thread);
       }
     at = next;
     stage ^= 1;
