@@ -229,6 +229,8 @@ def _chosen(problem: Problem, device: Device) -> Plan:
             refused[row.name] = "accepts, and runs by name only"
         elif winner is not None:
             refused[row.name] = f"accepts, and comes after {winner.kernel}"
+        elif row.yields is not None and (why := row.yields(problem)) is not None:
+            refused[row.name] = why
         else:
             winner = found
     if winner is None:

@@ -249,6 +249,8 @@ class Row:
     options: tuple[tuple[str, int], ...] = ()  # parameters this row sets itself
     splits: Callable[[Problem, Params], int] | None = None  # SPLIT: among how many blocks keys are shared
     more: Callable[[Problem, Params], Params] | None = None  # parameters of its own
+    # the sentence why another starred row is to have a problem that this one would take; None: none
+    yields: Callable[[Problem], str | None] | None = None
 
     def tile_of(self, problem: Problem, params_of: ParamsOf, shared_bytes: int) -> tuple[Tile, Params] | None:
         """The first tile that takes the problem in this much shared memory, with its parameters."""

@@ -24,6 +24,7 @@ from cuflash.row import (
 )
 from cuflash.rows_forward import LENGTHS, Traffic, kept_blocks_bytes
 from cuflash.rows_hopper import DTYPES, FLOPS, boxed_bytes, role_threads
+from cuflash.rows_mma import splits
 
 LIMITS = (*LENGTHS, ("head_dim", 256), ("head_dim_v", 256))
 N_SMS = 132  # blocks of a persistent grid: of a large GPU; on a smaller one the last start late
@@ -37,36 +38,44 @@ def panel(cols: int) -> int:
 def _smem(p: Params) -> int:
     tile_q, tile_kv, stages = p["TILE_Q"], p["TILE_KV"], p["N_STAGES"]
     widths = p["HEAD_DIM"], p["HEAD_DIM_V"]
-    q_and_o = sum(widths) if p["O_BUFFER"] else max(widths)
+    q_and_o = p["Q_STAGES"] * widths[0] + widths[1] if p["O_BUFFER"] else max(widths)
     tiles = 2 * (tile_q * q_and_o + stages * tile_kv * sum(widths))
     blocks = p["BLOCK_Q"], p["BLOCK_KV"]
     kept = kept_blocks_bytes(tile_q, tile_kv, *blocks, stages) if p["BLOCK_MASK"] else 0
-    rings = 4 * [(8, 1, stages)] + 2 * [(8, 1, 2)] + 3 * [(8, 1, 1)]
+    rings = 4 * [(8, 1, stages)] + 2 * [(8, 1, 2)] + 2 * [(8, 1, p["Q_STAGES"])] + [(8, 1, 1)]
     others = shared_bytes((16, 1, 2), (4, 1, stages), *rings)
     return round_up(tiles + others + kept, 1024)
 
 
+def _tiles(problem: Problem, p: Params) -> int:
+    return n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
+
+
 def _blocks(problem: Problem, p: Params) -> Grid:
-    tiles = n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
+    tiles = _tiles(problem, p)
     return min(tiles, N_SMS) if p["PERSISTENT"] else tiles, 1, 1
 
 
 def _more(problem: Problem, p: Params) -> Params:
-    """LATE: nothing is added to a score and the scale is positive, so it waits for the softmax."""
+    """LATE: nothing is added to a score and the scale is positive, so it waits for the softmax.
+    A counter of tiles is not needed where every block has one at most."""
     adds = problem.softcap is not None or problem.has_alibi or problem.bias is not None
-    return {"LATE": int(problem.scale > 0 and not adds)}
+    is_short = p["PERSISTENT"] == 2 and _tiles(problem, p) <= N_SMS
+    return {"LATE": int(problem.scale > 0 and not adds)} | ({"PERSISTENT": 1} if is_short else {})
+
+
+def _yields(problem: Problem) -> str | None:
+    """Few query tiles over many keys: fwd_05_pipeline shares the keys of a tile among blocks."""
+    if splits(problem, {"TILE_Q": 128}) < 4:
+        return None
+    return "accepts, and leaves few query tiles over many keys to blocks that share them"
 
 
 def _bytes(problem: Problem, p: Params) -> Traffic:
-    """{} where it depends on what arrays hold, and where options are read by every thread of a tile."""
-    options = problem.has_alibi or problem.has_sink or problem.bias is not None or problem.has_mask
+    """{} where it depends on what arrays hold, and where every thread of a tile reads for itself."""
+    reads = problem.has_alibi or problem.has_sink or problem.bias is not None or problem.has_mask
     given = problem.packed or problem.has_query_lengths or problem.has_key_lengths or problem.block_mask
-    return {} if options or given else boxed_bytes(problem, p) | _asked(problem, p)
-
-
-def _asked(problem: Problem, p: Params) -> Traffic:
-    """Every tile is asked for by an atomic addition, and so is the end, once a block."""
-    return {}
+    return {} if reads or given else boxed_bytes(problem, p)
 
 
 def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
@@ -83,8 +92,8 @@ def _is_16_bit(problem: Problem) -> bool:
     return ITEMSIZE[problem.out_dtype] == 2
 
 
-PERSISTENT = (("PERSISTENT", 2), ("O_BUFFER", 1), ("Q_IN_REGISTERS", 0))
-ONE_TILE = (("PERSISTENT", 0), ("O_BUFFER", 0), ("Q_IN_REGISTERS", 0))
+PERSISTENT = (("PERSISTENT", 2), ("O_BUFFER", 1), ("Q_STAGES", 1), ("Q_IN_REGISTERS", 0))
+ONE_TILE = (("PERSISTENT", 0), ("O_BUFFER", 0), ("Q_STAGES", 1), ("Q_IN_REGISTERS", 0))
 
 
 FWD_10 = Row(
@@ -118,6 +127,7 @@ FWD_10 = Row(
     limits=LIMITS,
     workspace=_slots,
     more=_more,
+    yields=_yields,
     bytes=_bytes,
     flops_per_clock=FLOPS,
 )

@@ -1,4 +1,33 @@
-// fwd_10_persistent.cu - attention forward on Hopper: a block walks many tiles.   sm_90a
+// fwd_10_persistent.cu - attention forward on Hopper, a block walks many tiles.   sm_90a
+//
+// Read after   fwd_09_overlap.cu          Read next   nothing: the last forward rung
+// Changes      a block stays and takes one query tile after another: the producer is in the next tile while the
+//              consumers finish this one, and O has a buffer of its own, stored by TMA while they go on.
+//              A warpgroup skips key tiles that its own 64 rows do not see, and tests elements only in tiles
+//              that they see in part.  Every option of the contract, head_dim and head_dim_v to 256
+//
+// Why          between two blocks of fwd_09 an SM waits for a launch, for Q and the first K, and for O to leave
+// Algorithm    = tiled.forward, as fwd_09_overlap.
+//                producer (lib/producer.cuh): take a query tile, announce it, Q, K and V of its key tiles; again
+//                consumer: wait for a query tile; key tiles from the last to the first:
+//                            not seen by my rows: give K and V back
+//                            seen in part (the end, the diagonal): S, hide, weights
+//                            seen as a whole: S, weights
+//                            seen in part (a window's begin): S, hide, weights
+//                          O / l -> its buffer -> O_gmem      m + log l -> lse; again
+//                with a block mask key tiles go up, and the producer says which: those that hold a kept block
+// Grid         x: as many blocks as SMs, or one a query tile (PERSISTENT 0: head_dim 192 and 256, whose shared
+//              memory has no room for O).  Which query tile is next: lib/work.cuh; who asks first gets it
+// Tile         TILE_Q x TILE_KV x HEAD_DIM; a consumer owns 64 rows, a quad of lanes shares a row
+// Shared       in 16 bits, as panels (lib/panels.cuh): Q [Q_STAGES][TILE_Q, HEAD_DIM] | O [TILE_Q, HEAD_DIM_V] (or
+//              in Q's place) | K [N_STAGES][TILE_KV, HEAD_DIM] | V [N_STAGES][TILE_KV, HEAD_DIM_V]; behind them
+//              the work, the barriers, and the kept blocks where elements ask for them
+// Registers    consumer: S TILE_KV / 2 and O HEAD_DIM_V / 2 floats, P TILE_KV / 4 words, at once.  No spills
+//              without options
+// Bytes        per query tile: Q once, K and V of the key tiles that some row sees, O once
+// Barriers     Q_full, K_full, V_full, work_full: "is there".  Q_empty, K_empty, V_empty, work_empty: "all
+//              consumers have used it".  V_landed: the tile with a sequence's end, before the producer has
+//              cleared what lies behind it.  Named: 1 + g, the four warps of group g; n_groups + 1, all groups
 #include "lib/params.cuh"
 #include "lib/lazy.cuh"
 #include "lib/producer.cuh"
@@ -21,7 +50,7 @@ struct Consumer {
   const int warp_row;              // of the warp's first row in the tile
   Ring<n_stages> K_at, V_at;
   Ring<2> work_at;
-  Ring<1> Q_at;
+  Ring<q_stages> Q_at;
 
   Rules rules;
   Fragment<head_dim_v_tile> O;
@@ -57,17 +86,17 @@ struct Consumer {
     if (mine.begin == mine.end) mine = {all.begin, all.begin};
     plain = plain_tiles(seq, i0, mine);
 
-    mbarrier_wait(smem.Q_full.address(0, 0), Q_at.phase);   // Q is there
-    Q_at.next();
+    Q_at.wait_full(smem.Q_full);   // Q is there
     if constexpr (keeps_Q) {
 #pragma unroll
       for (int k = 0; k < head_dim_tile / 16; ++k)
-        ldmatrix_x4(Q[k], smem.Q.address(warp_row + lane % 16, 2 * k + lane / 16));
+        ldmatrix_x4(Q[k], smem.Q[Q_at.stage].address(warp_row + lane % 16, 2 * k + lane / 16));
       barrier_sync(1 + group, 128);   // all four warps have read Q
       if (has_o_buffer) release_Q();
     }
     if constexpr (has_block_mask) walk_announced(seq, i0);
     else walk_range(seq, i0, all, mine);
+    Q_at.next();
   }
 
   // Key tiles from the last to the first, as far as these rows see.
@@ -153,7 +182,7 @@ struct Consumer {
     V_at.next();
   }
   DEVICE void release_Q() {   // no product of this group reads it any more
-    if (leads()) mbarrier_arrive(smem.Q_empty.address(0, 0));
+    if (leads()) mbarrier_arrive(smem.Q_empty.address(0, Q_at.stage));
   }
 
   DEVICE void multiply_QK(Fragment<tile_kv>& S) {
@@ -163,7 +192,7 @@ struct Consumer {
     for (int k = 0; k < head_dim_tile / 16; ++k) {
       const u64 K = smem.K[K_at.stage].descriptor_K(k);
       if constexpr (keeps_Q) wgmma<elem>(registers_of(S), Q[k], K, k > 0);
-      else wgmma<elem>(registers_of(S), smem.Q.descriptor_K(k, 64 * group), K, k > 0);
+      else wgmma<elem>(registers_of(S), smem.Q[Q_at.stage].descriptor_K(k, 64 * group), K, k > 0);
     }
     wgmma_commit();
   }
@@ -307,8 +336,11 @@ KERNEL(n_role_threads, 1) fwd_10_persistent(const __grid_constant__ MappedArgs a
       mbarrier_init(smem.work_full.address(0, s), 1);
       mbarrier_init(smem.work_empty.address(0, s), n_groups);
     }
-    mbarrier_init(smem.Q_full.address(0, 0), 1);
-    mbarrier_init(smem.Q_empty.address(0, 0), n_groups);
+#pragma unroll
+    for (int s = 0; s < q_stages; ++s) {
+      mbarrier_init(smem.Q_full.address(0, s), 1);
+      mbarrier_init(smem.Q_empty.address(0, s), n_groups);
+    }
     mbarrier_init(smem.V_landed.address(0, 0), 1);
     mbarrier_init_fence();
   }

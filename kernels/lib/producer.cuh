@@ -20,15 +20,16 @@ constexpr bool asks_elements = has_bias || masks_every_tile || asks_blocks;
 constexpr bool reads_past_end = is_packed || has_key_lengths;   // TMA finds rows of others there, not zeros
 
 struct Apart {
-  PanelTile<tile_q, head_dim_tile> Q;
+  PanelTile<tile_q, head_dim_tile> Q[q_stages];
   PanelTile<tile_q, head_dim_v_tile> O;   // is stored while the next tile is computed
 };
 struct Together {
   union {
-    PanelTile<tile_q, head_dim_tile> Q;
+    PanelTile<tile_q, head_dim_tile> Q[1];
     PanelTile<tile_q, head_dim_v_tile> O;
   };
 };
+static_assert(has_o_buffer || q_stages == 1, "producer: O lies in the only Q");
 struct Tiles : Choice<has_o_buffer, Apart, Together>::type {
   PanelTile<tile_kv, head_dim_tile> K[n_stages];
   PanelTile<tile_kv, head_dim_v_tile> V[n_stages];
@@ -36,7 +37,8 @@ struct Tiles : Choice<has_o_buffer, Apart, Together>::type {
   Shared<i32, 1, n_stages> j0;    // has_block_mask: the first key of the stage's tile, NO_TILE: no more
   Shared<u64, 1, n_stages> K_full, K_empty, V_full, V_empty;
   Shared<u64, 1, 2> work_full, work_empty;
-  Shared<u64, 1, 1> Q_full, Q_empty, V_landed;
+  Shared<u64, 1, q_stages> Q_full, Q_empty;
+  Shared<u64, 1, 1> V_landed;
 };
 struct Smem : Tiles, KeptBlocks<Walk, asks_blocks, n_stages> {};
 static_assert(n_stages >= 2, "producer: K is one tile ahead of V");
@@ -61,18 +63,13 @@ struct Producer {
   const int lane;
   Ring<n_stages> K_at, V_at;
   Ring<2> work_at;
-  Ring<1> Q_at, landed_at;
+  Ring<q_stages> Q_at;
+  Ring<1> landed_at;
+  u32 x;   // number of the tile in work
 
   DEVICE void run() {
-    const u32 n = n_work(args, tile_q);
-    u32 x = blockIdx.x;
+    Work work = taken(blockIdx.x);
     while (true) {
-      Work work = {0, 0, 0, NO_WORK};
-      while (x < n) {
-        work = work_of<elem>(args, x, tile_q);
-        if (work.i0 != NO_WORK || !is_persistent) break;
-        x = next_of(x);
-      }
       work_at.wait_empty(smem.work_empty);   // consumers are done with the tile before the last
       if (lane == 0) {
         smem.work(0, work_at.stage) = work;
@@ -80,17 +77,29 @@ struct Producer {
       }
       work_at.next();
       if (work.i0 == NO_WORK) break;
+      const u32 asked = ask();   // early: the answer comes from memory
       load(query_tile_of(args, work));
       if (!is_persistent) break;
-      x = next_of(x);
+      work = taken(next_of(asked));
     }
   }
 
-  DEVICE u32 next_of(u32 x) {
-    if constexpr (!asks_for_work) return x + gridDim.x;
-    u32 asked = 0;
-    if (lane == 0) asked = Global<u32>(args.workspace[0]).fetch_add(0, 1);
-    return shfl(asked, 0) + gridDim.x;
+  // The x-th tile, or the next that exists.
+  DEVICE Work taken(u32 first) {
+    const u32 n = n_work(args, tile_q);
+    Work work = {0, 0, 0, NO_WORK};
+    for (x = first; x < n; x = next_of(ask())) {
+      work = work_of<elem>(args, x, tile_q);
+      if (work.i0 != NO_WORK || !is_persistent) break;
+    }
+    return work;
+  }
+  DEVICE u32 ask() {
+    if (asks_for_work && lane == 0) return Global<u32>(args.workspace[0]).fetch_add(0, 1);
+    return 0;
+  }
+  DEVICE u32 next_of(u32 asked) {   // asked: what ask() gave
+    return (asks_for_work ? shfl(asked, 0) : x) + gridDim.x;
   }
 
   DEVICE void load(const QueryTile& own) {
@@ -108,9 +117,10 @@ struct Producer {
     if (tiles.begin == tiles.end) return;
     Q_at.wait_empty(smem.Q_empty);   // consumers have used the last tile's Q (and, Together, stored its O)
     if (lane == 0) {
-      const u32 full = smem.Q_full.address(0, 0);
-      mbarrier_arrive_expect(full, smem.Q.n_bytes);
-      smem.Q.load(args.maps.Q, full, static_cast<i32>(own.seq.q_row0) + own.i0, own.h, own.seq.array_b);
+      const u32 full = smem.Q_full.address(0, Q_at.stage);
+      mbarrier_arrive_expect(full, smem.Q[0].n_bytes);
+      smem.Q[Q_at.stage].load(args.maps.Q, full, static_cast<i32>(own.seq.q_row0) + own.i0, own.h,
+                              own.seq.array_b);
     }
     Q_at.next();
     i32 before = NO_TILE;   // K runs one tile ahead of V, as the consumers do
