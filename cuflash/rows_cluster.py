@@ -31,7 +31,7 @@ from cuflash.rows_hopper_backward import (
     OPEN,
     OPTION_DELTA,
     dO_is_mapped,
-    places,
+    dO_parts,
     query_tile_slots,
     with_four_warps,
 )
@@ -73,32 +73,34 @@ def _half_tile(p: Params) -> int:
 
 
 def _smem(p: Params) -> int:
-    keys, queries, stages = _own_keys(p), p["TILE_Q"], p["N_STAGES"]
+    keys, queries = _own_keys(p), p["TILE_Q"]
     d, dv = p["HEAD_DIM"], p["HEAD_DIM_V"]
     kept = 0
     if p["BLOCK_MASK"]:
         kept = kept_blocks_bytes(p["TILE_KV"], queries, p["BLOCK_KV"], p["BLOCK_Q"], 2)
         if kept == 0 and p["DETERMINISTIC"]:  # tiles that are kept as a whole or not at all are visited too
             kept = shared_bytes((4, 2, 1))
-    n_Q = 1 if p["SOFTCAP"] or kept else 2
+    parts = dO_parts(p)
+    n_Q = 1 if p["SOFTCAP"] or kept or parts > 1 else 2
+    n_dO = 1 if parts > 1 else p["N_STAGES"]
     tiles = shared_bytes(
         (2, keys, d),
         (2, keys, dv),
         (2, keys, 64 if d == 128 else 128),
         (2, n_Q * queries, d),
-        (2, stages * queries, dv),
+        (2, n_dO * parts * queries, dv),
         (2, 4 * keys, queries),
     )
     others = shared_bytes(
         (4, 8 * 128 * (2 if p["SOFTCAP"] else 1), 4),
         (4, n_Q, queries),
-        (4, stages, queries),
+        (4, n_dO, queries),
         (4, 8, 4),
         (4, 1, 4),
         (8, 1, 1),
         *4 * [(8, 1, n_Q)],
         *2 * [(8, 1, 2)],
-        *4 * [(8, 1, stages)],
+        *4 * [(8, 1, n_dO)],
     )
     return round_up(round_up(kept, 1024) + tiles + others, 1024)
 

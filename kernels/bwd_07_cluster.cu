@@ -53,7 +53,8 @@ using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;   // owns the cluste
 constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::tiles_are_whole);
 // Where dS needs more of P than its 16 bits, P travels as float, alone in its buffer; softcap's slopes beside it.
 constexpr bool is_exact = keeps_weights;
-constexpr int n_P = is_exact ? 1 : 2, n_Q = has_softcap || asks_blocks ? 1 : 2;
+constexpr int n_P = is_exact ? 1 : 2, n_Q = has_softcap || asks_blocks || converts_dO ? 1 : 2;
+constexpr int n_dO = converts_dO ? 1 : n_stages;
 // TMA reads the neighbour's rows past a sequence's end; weights of 0 meet them, and 0 x NaN is NaN.
 constexpr bool cleans_queries = is_packed || has_query_lengths, cleans_keys = is_packed || has_key_lengths;
 
@@ -75,18 +76,18 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   PanelTile<own_keys, head_dim_tile> K;
   PanelTile<own_keys, head_dim_v_tile> V;
   PanelTile<own_keys, peer_cols> K_peer;
-  PanelTile<tile_q, head_dim_tile> Q[n_Q];
-  PanelTile<tile_q, head_dim_v_tile> dO[n_stages];
+  PanelTile<tile_q, head_dim_tile> Q[n_Q][1];
+  PanelTile<tile_q, head_dim_v_tile> dO[n_dO][dO_parts];
   PanelTile<own_keys, tile_q> dS[2][2];   // transposed; [1]: of the peer's keys
   Shared<u32, 8 * 128 * (has_softcap ? 2 : 1), 4> P;   // thread by thread, 16 bytes at a time
   Shared<float, n_Q, tile_q> lse;
-  Shared<float, n_stages, tile_q> delta;
+  Shared<float, n_dO, tile_q> delta;
   Shared<i32, n_steps, 4> steps;
   Shared<float, 1, 4> sums;   // of dalibi_slopes, a number per warp
   Shared<u64, 1, 1> K_full;
   Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty, S_read;
   Shared<u64, 1, 2> dS_full, dS_empty;
-  Shared<u64, 1, n_stages> dO_landed, dO_full, dO_empty, dP_read;
+  Shared<u64, 1, n_dO> dO_landed, dO_full, dO_empty, dP_read;
 };
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes,
               "bwd_07_cluster: Smem and its row in cuflash/rows_hopper_backward.py disagree");
@@ -196,21 +197,24 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
       const u32 full = at(Q_landed, n);
       const u32 flags = 1 | (walk.exists() ? 0 : 2) | (tests ? 4 : 0);
       smem.steps.as<Step>(n % n_steps, 0) = {i0, head, flags, place};
-      mbarrier_arrive_expect(full, smem.Q[0].n_bytes + 4 * tile_q);
-      load_half(smem.Q[n % n_Q], args.maps.Q, full, rank, row, head, batch);
+      mbarrier_arrive_expect(full, smem.Q[0][0].n_bytes + 4 * tile_q);
+      load_half(smem.Q[n % n_Q][0], args.maps.Q, full, rank, row, head, batch);
       bulk_load(smem.lse.address(n % n_Q, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
     }
     wait_empty(smem.dO_empty, n);   // both blocks have used this stage of dO for dP and dV
     wait_empty(smem.dP_read, n);    // the gradients group has read delta
     if (lane == 0) {
       const u32 full = at(dO_landed, n);
-      mbarrier_arrive_expect(full, smem.dO[0].n_bytes + 4 * tile_q);
-      PanelTile<tile_q, head_dim_v_tile>& dO = smem.dO[n % n_stages];
+      mbarrier_arrive_expect(full, dO_parts * smem.dO[0][0].n_bytes + 4 * tile_q);
       if constexpr (converts_dO)
-        bulk_load(dO.address(), dO_tiles.address(static_cast<i64>(place) * (tile_q * head_dim_v_tile), dO.n_bytes),
-                  dO.n_bytes, full);
-      else load_half(dO, args.maps.dO, full, rank, row, head, batch);
-      bulk_load(smem.delta.address(n % n_stages, 0), rows.address(first_row + tile_q, 4 * tile_q), 4 * tile_q,
+#pragma unroll
+        for (int part = 0; part < dO_parts; ++part) {
+          const i64 first = (part * all_places(args) + place) * (tile_q * head_dim_v_tile);
+          constexpr u32 n_bytes = 2 * tile_q * head_dim_v_tile;
+          bulk_load(smem.dO[0][part].address(), dO_tiles.address(first, n_bytes), n_bytes, full);
+        }
+      else load_half(smem.dO[n % n_dO][0], args.maps.dO, full, rank, row, head, batch);
+      bulk_load(smem.delta.address(n % n_dO, 0), rows.address(first_row + tile_q, 4 * tile_q), 4 * tile_q,
                 full);
     }
   }
@@ -225,13 +229,15 @@ DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
     const Step step = smem.steps.as<Step>(n % n_steps, 0);
     const bool ends = step.exists() && step.i0 + tile_q > seq.len_q;
     is_last = step.is_last() || !step.exists();
-    if (ends) smem.Q[n % n_Q].clear_rows(seq.len_q - step.i0, lane, 32);
+    if (ends) smem.Q[n % n_Q][0].clear_rows(seq.len_q - step.i0, lane, 32);
     fence_async_shared();
     warp_sync();   // the rows are zeros, also to wgmma
     if (lane == 0) mbarrier_arrive(at(smem.Q_full, n));
     if (!step.exists()) return;
     wait_full(smem.dO_landed, n);
-    if (ends) smem.dO[n % n_stages].clear_rows(seq.len_q - step.i0, lane, 32);
+    if (ends)
+      for (int part = 0; part < dO_parts; ++part)
+        smem.dO[n % n_dO][part].clear_rows(seq.len_q - step.i0, lane, 32);
     fence_async_shared();
     warp_sync();   // as above
     if (lane == 0) mbarrier_arrive(at(smem.dO_full, n));
@@ -255,18 +261,21 @@ template <int n, class Tile> DEVICE void add_product(float (&sum)[n], const Word
   for (int k = 0; k < 4; ++k) wgmma<elem, 1>(sum, A[k], rows.at(k * Tile::line_bytes), true);
   wgmma_commit();
 }
-// 64 keys x 64 queries = A B^T over the columns of both.
-template <class Tile> DEVICE void product(float (&result)[n_scores], Tile& A, Tile& B) {
-  const Descriptor keys(A.descriptor_K(0)), queries(B.descriptor_K(0));
+// 64 keys x 64 queries = A B^T over the columns of both; B a sum of parts.
+template <int parts, class Tile>
+DEVICE void product(float (&result)[n_scores], Tile& A, Tile (&B)[parts]) {
+  const Descriptor keys(A.descriptor_K(0)), queries(B[0].descriptor_K(0));
   if constexpr (!is_plain)   // else what branches left of the last result gets in the way of this one (C7514)
 #pragma unroll
     for (int at = 0; at < n_scores; ++at) result[at] = 0;
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < Tile::cols / 16; ++k) {
-    const u32 step = (k / 4 * Tile::panel_bytes + k % 4 * 32) / 16;
-    wgmma<elem>(result, keys.at(step), queries.at(step), k > 0);
-  }
+  for (int part = 0; part < parts; ++part)
+#pragma unroll
+    for (int k = 0; k < Tile::cols / 16; ++k) {
+      const u32 step = (k / 4 * Tile::panel_bytes + k % 4 * 32) / 16;
+      wgmma<elem>(result, keys.at(step), queries.at(part * Tile::n_bytes / 16 + step), part + k > 0);
+    }
   wgmma_commit();
 }
 
@@ -422,7 +431,7 @@ struct WeightsGroup {
   // Step n, whose P is made, and S and P of the next.
   template <bool is_first> DEVICE void go_on(u32 n) {
     wait_full(smem.dO_full, n);
-    add_product(dV, P, smem.dO[n % n_stages]);
+    add_product(dV, P, smem.dO[n % n_dO][0]);
     if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
     read_step(n + 1);
     float S[n_scores];   // new in every step: the compiler need not carry it from one to the next
@@ -448,7 +457,7 @@ struct WeightsGroup {
   // Step n, the last.
   DEVICE void finish(u32 n) {
     wait_full(smem.dO_full, n);
-    add_product(dV, P, smem.dO[n % n_stages]);
+    add_product(dV, P, smem.dO[n % n_dO][0]);
     wgmma_wait<0>();   // dV
     if (!is_exact && n > 1) share.add(dQ, n - 2);
     if (n > 0) {
@@ -512,7 +521,7 @@ struct GradientsGroup {
   DEVICE void differentiate(u32 n) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      const Pack<float, 2> delta = smem.delta.as<Pack<float, 2>>(n % n_stages, 8 * c + lane % 4 * 2);
+      const Pack<float, 2> delta = smem.delta.as<Pack<float, 2>>(n % n_dO, 8 * c + lane % 4 * 2);
 #pragma unroll
       for (int e = 0; e < 4; ++e) dP[4 * c + e] -= delta.item[e % 2];
     }
@@ -542,7 +551,7 @@ struct GradientsGroup {
     barrier_sync(P_full(n), 256);   // the other group has written P
     take(smem, weights, 0, thread);
     if constexpr (has_softcap) take(smem, slopes, 8, thread);
-    const int row = n % n_stages;
+    const int row = n % n_dO;
     if (step.tests()) {
       const Range queries[2] = {visible_queries(args, seq, j, j), visible_queries(args, seq, j + 8, j + 8)};
       make_gradients<true>(args, rules, dP, weights, dS, slopes, kept, smem.delta, row, step.i0, j, queries, sums,
@@ -608,7 +617,7 @@ struct GradientsGroup {
   // Step n, whose dP is complete, and dP of the next.
   template <bool is_first> DEVICE void go_on(u32 n) {
     make_dS(n);
-    add_product(dK, dS, smem.Q[n % n_Q]);
+    add_product(dK, dS, smem.Q[n % n_Q][0]);
     if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
     if constexpr (is_first) {
       wgmma_wait<0>();   // dK has read Q and dS
@@ -619,7 +628,7 @@ struct GradientsGroup {
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
     wait_full(smem.dO_full, n + 1);
     float next[n_scores];
-    product(next, smem.V, smem.dO[(n + 1) % n_stages]);
+    product(next, smem.V, smem.dO[(n + 1) % n_dO]);
     read_step(n + 1);
     if constexpr (!is_first) {
       wgmma_wait<1>();   // dQ has read dS
@@ -634,7 +643,7 @@ struct GradientsGroup {
   // Step n, the last.
   DEVICE void finish(u32 n) {
     make_dS(n);
-    add_product(dK, dS, smem.Q[n % n_Q]);
+    add_product(dK, dS, smem.Q[n % n_Q][0]);
     wgmma_wait<0>();   // dK
     if (!is_exact && n > 1) share.add(dQ, n - 2);
     if (n > 0) {
