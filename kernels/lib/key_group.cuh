@@ -85,8 +85,8 @@ template <class Smem, int held_steps> struct KeyGroup {
   const int group, warp, lane;
   const i32 key0, j;    // first key of the warp, of this lane
   Range queries[2];     // that this lane's two keys may see
-  HeadRules rules = {};
-  i32 rules_h = -1;     // whose they are
+  HeadRules rules = {};   // of head rules_h; of all, where they do not differ
+  i32 rules_h = -1;
   OptionSums sums = {};
   Turns turns;
   float dK[head_dim_tile / 2], dV[head_dim_v_tile / 2];
@@ -99,6 +99,7 @@ template <class Smem, int held_steps> struct KeyGroup {
       : args(args), smem(smem), own(own), seq(own.keys.seq), meeting(meeting), group(group),
         warp(thread / 32), lane(thread % 32), key0(own.keys.j0 + group * 64 + warp * 16), j(key0 + lane / 4),
         turns(args, group, thread) {
+    if constexpr (!rules_differ) rules = head_rules_of(args, seq, own.h_begin);
     queries[0] = visible_queries(args, seq, j, j);
     queries[1] = visible_queries(args, seq, j + 8, j + 8);
     clear(dK);
@@ -219,26 +220,24 @@ template <class Smem, int held_steps> struct KeyGroup {
     if constexpr (deterministic) turns.wait(place, turn);
     const Global<float> to(args.workspace[SLOT_DQ]);
     const int r = halves_rows ? group * 4 + warp : warp, c0 = halves_rows ? 0 : group * dQ_cols / 8;
+    const i64 first = dQ_index(place, r, c0, lane);
 #pragma unroll
     for (int c = 0; c < dQ_cols / 8; ++c)
-      to.add_as(dQ_index(place, r, c0 + c, lane),
+      to.add_as(first + c * 128,
                 Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}});
   }
 
   // ---- gradients of options
 
   DEVICE void enter_head(i32 h) {
-    if constexpr (!rules_differ) {
-      if (rules_h < 0) rules = head_rules_of(args, seq, h);
-    } else if (h != rules_h) {
-      leave_head();
-      rules = head_rules_of(args, seq, h);
-    }
+    if (!rules_differ || h == rules_h) return;
+    leave_head();
+    rules = head_rules_of(args, seq, h);
     rules_h = h;
   }
   // The sums of a head's queries -> memory.
   DEVICE void leave_head() {
-    if (rules_h < 0) return;
+    if (!rules_differ || rules_h < 0) return;
     if constexpr (dbias_case == 2)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
