@@ -183,7 +183,7 @@ def _specialize_smem(p: Params) -> int:
         kept = kept_blocks_bytes(p["TILE_KV"], p["TILE_Q"], p["BLOCK_KV"], p["BLOCK_Q"], 2)
         if kept == 0 and p["DETERMINISTIC"]:  # tiles that are kept as a whole or not at all are visited too
             kept = shared_bytes((4, 2, 1))
-    return round_up(_tiles_bytes(p, 2, 9) + kept, 1024)
+    return round_up(_tiles_bytes(p, 2, 13) + kept, 1024)
 
 
 def _steps(*own: Step) -> tuple[Step, ...]:

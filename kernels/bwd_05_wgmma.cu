@@ -83,6 +83,7 @@ KERNEL(n_threads, 1) bwd_05_wgmma(const __grid_constant__ MappedArgs args) {
   }
 
   KeyGroup<Smem, 0> mine(args, smem, own, meeting, group, thread % 128);
+  Turns turns(args, group, thread % 128);
   if (at.exists()) mbarrier_wait(smem.KV_full(), 0);
 #pragma unroll 1
   for (int n = 0; at.exists(); ++n, at.next()) {
@@ -104,9 +105,11 @@ KERNEL(n_threads, 1) bwd_05_wgmma(const __grid_constant__ MappedArgs args) {
     mine.ask_dK(stage);
     mine.ask_dQ(0);
     wgmma_wait<0>();
-    mine.add_dQ(place_of(args, seq, at.h, at.i0), deterministic ? turn_of(args, seq, at.i0, own.keys.j0) : 0);
+    const i64 place = place_of(args, seq, at.h, at.i0);
+    if constexpr (deterministic) turns.wait(place, turn_of(args, seq, at.i0, own.keys.j0));
+    mine.add_dQ(place);
     block_sync();   // everyone has used this step's Q, dO, rows and dS: they may be overwritten
   }
-  if constexpr (deterministic) mine.turns.announce();
+  if constexpr (deterministic) turns.announce();
   mine.finish();
 }

@@ -20,7 +20,8 @@
 // Registers    per consumer: dK HEAD_DIM / 2, dV HEAD_DIM_V / 2, S and dP TILE_Q / 2 each, dQ, P, dS
 // Bytes        per block: K, V, dK, dV once; Q, dO, rows and an addition to dQ per query tile
 // Barriers     KV_full, Q_full[2], dO_full[2]: "it is there"; empty[2]: "Q and dO of this stage are used";
-//              dS_full[2]: "both groups' dS is there", one arrival per warp
+//              dS_full[2]: "both groups' dS is there", one arrival per warp; deterministic: turn[2], added[2]
+//              between a group and the thread that takes turns for it
 #include "lib/params.cuh"
 #include "lib/key_group.cuh"
 
@@ -37,7 +38,7 @@ struct Tiles {
   TiledO dO[2][dO_parts];
   TileS dS[2];
   Shared<float, 4, tile_q> rows;         // stage 0: lse_log2, delta; stage 1
-  Shared<u64, 1, 9> barriers;
+  Shared<u64, 1, 13> barriers;
   Shared<float, 1, group_warps> sums;    // of dalibi_slopes, a number per warp
 
   DEVICE u32 KV_full() { return barriers.address(0, 0); }
@@ -45,6 +46,8 @@ struct Tiles {
   DEVICE u32 dO_full(int stage) { return barriers.address(0, 3 + stage); }
   DEVICE u32 empty(int stage) { return barriers.address(0, 5 + stage); }
   DEVICE u32 dS_full(int stage) { return barriers.address(0, 7 + stage); }
+  DEVICE u32 turn(int group) { return barriers.address(0, 9 + group); }
+  DEVICE u32 added(int group) { return barriers.address(0, 11 + group); }
 };
 struct Smem : Tiles, KeptBlocks<Walk, asks_blocks, 2> {};
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "bwd_06_specialize: Smem and its row disagree");
@@ -81,6 +84,23 @@ DEVICE void produce(const MappedArgs& args, Smem& smem, const Own& own, const Me
   }
 }
 
+// deterministic: one thread per consumer waits until it is the group's turn to add to the next tile of dQ, and
+// says when it has.  The consumers do not see how long that takes.
+DEVICE void take_turns(const Args& args, Smem& smem, const Own& own, const Meeting& meeting, int group, int lane) {
+  const Sequence& seq = own.keys.seq;
+  const Global<i32> turns(args.workspace[SLOT_TURNS]);
+  QueryWalk<Walk> at(args, seq, meeting.queries, own.keys.j0, own.h_begin, own.h_end, lane);
+#pragma unroll 1
+  for (int n = 0; at.exists(); at.next(), ++n) {
+    if (lane != 0) continue;
+    const i64 mine = place_of(args, seq, at.h, at.i0) * 2 + group;
+    turns.wait_for(mine, turn_of(args, seq, at.i0, own.keys.j0));
+    mbarrier_arrive(smem.turn(group));
+    mbarrier_wait(smem.added(group), n & 1);   // all warps of the group have added
+    turns.add_release(mine, 1);
+  }
+}
+
 // A consumer: a warpgroup, and what it waits for.
 struct Consumer : KeyGroup<Smem, held_steps> {
   using KeyGroup<Smem, held_steps>::KeyGroup;
@@ -106,6 +126,15 @@ struct Consumer : KeyGroup<Smem, held_steps> {
   DEVICE void release(int stage) {
     if (lane == 0) mbarrier_arrive(smem.empty(stage));
   }
+  // Step n's dQ.
+  DEVICE void add(int n, i64 place) {
+    if constexpr (deterministic) mbarrier_wait(smem.turn(group), n & 1);
+    add_dQ(place);
+    if constexpr (deterministic) {
+      warp_sync();   // all lanes have added
+      if (lane == 0) mbarrier_arrive(smem.added(group));
+    }
+  }
 
   // Step n + 1's S and dP run under step n's arithmetic.
   DEVICE void run_ahead(QueryWalk<Walk>& at) {
@@ -116,7 +145,6 @@ struct Consumer : KeyGroup<Smem, held_steps> {
     wgmma_wait<0>();   // dP
     differentiate(0, at);
     i64 place = place_of(args, seq, at.h, at.i0), place_before = place;
-    i32 turn = 0, turn_before = 0;
     int n = 0;
 #pragma unroll 1
     while (true) {
@@ -124,11 +152,10 @@ struct Consumer : KeyGroup<Smem, held_steps> {
       announce_dS(stage);
       ask_dV(stage);
       ask_dK(stage);
-      if (n > 0) add_dQ(place_before, turn_before);   // of step n - 1
+      if (n > 0) add(n - 1, place_before);
       wgmma_wait<0>();
       release(stage);
       place_before = place;
-      if constexpr (deterministic) turn_before = turn_of(args, seq, at.i0, own.keys.j0);
       at.next();
       if (!at.exists()) break;
       ask_scores(n + 1, at.i0);
@@ -149,7 +176,7 @@ struct Consumer : KeyGroup<Smem, held_steps> {
     wait_dS(n);
     ask_dQ(n % 2);
     wgmma_wait<0>();
-    add_dQ(place_before, turn_before);
+    add(n, place_before);
   }
 
   // A step at a time, where dK and dV leave no registers for the next.
@@ -168,7 +195,7 @@ struct Consumer : KeyGroup<Smem, held_steps> {
       ask_dQ(stage);
       ask_dK(stage);
       wgmma_wait<1>();   // dV, dQ
-      add_dQ(place_of(args, seq, at.h, at.i0), deterministic ? turn_of(args, seq, at.i0, own.keys.j0) : 0);
+      add(n, place_of(args, seq, at.h, at.i0));
       wgmma_wait<0>();
       release(stage);
     }
@@ -189,13 +216,19 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
       mbarrier_init(smem.empty(stage), group_warps);
       mbarrier_init(smem.dS_full(stage), group_warps);
     }
+    for (int group = 0; group < 2; ++group) {
+      mbarrier_init(smem.turn(group), 1);
+      mbarrier_init(smem.added(group), group_warps / 2);
+    }
     mbarrier_init_fence();
   }
   block_sync();   // the barriers are there
 
   if (warpgroup == 0) {
     registers_shrink<24>();
-    if (thread < 32) produce(args, smem, own, meeting, thread);
+    const int warp = shfl(thread / 32, 0);
+    if (warp == 0) produce(args, smem, own, meeting, thread);
+    else if (deterministic && warp < 3) take_turns(args, smem, own, meeting, warp - 1, thread % 32);
     return;
   }
   registers_grow<240>();
@@ -207,7 +240,6 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
     if constexpr (runs_ahead) mine.run_ahead(at);
     else mine.run(at);
     mine.leave_head();
-    if constexpr (deterministic) mine.turns.announce();
   }
   mine.finish();
 }

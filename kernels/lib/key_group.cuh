@@ -88,7 +88,6 @@ template <class Smem, int held_steps> struct KeyGroup {
   HeadRules rules = {};   // of head rules_h; of all, where they do not differ
   i32 rules_h = -1;
   OptionSums sums = {};
-  Turns turns;
   float dK[head_dim_tile / 2], dV[head_dim_v_tile / 2];
   float S[n_scores], dP[n_scores], slopes[n_scores], dQ[dQ_cols / 2];
   u32 P[tile_q / 16][4], dS[tile_q / 16][4], V[held_steps + 1][4];
@@ -97,8 +96,7 @@ template <class Smem, int held_steps> struct KeyGroup {
   DEVICE KeyGroup(const MappedArgs& args, Smem& smem, const Own& own, const Meeting& meeting, int group,
                   int thread)
       : args(args), smem(smem), own(own), seq(own.keys.seq), meeting(meeting), group(group),
-        warp(thread / 32), lane(thread % 32), key0(own.keys.j0 + group * 64 + warp * 16), j(key0 + lane / 4),
-        turns(args, group, thread) {
+        warp(thread / 32), lane(thread % 32), key0(own.keys.j0 + group * 64 + warp * 16), j(key0 + lane / 4) {
     if constexpr (!rules_differ) rules = head_rules_of(args, seq, own.h_begin);
     queries[0] = visible_queries(args, seq, j, j);
     queries[1] = visible_queries(args, seq, j + 8, j + 8);
@@ -216,8 +214,7 @@ template <class Smem, int held_steps> struct KeyGroup {
   }
 
   // dQ of the tile at `place` -> its sum.
-  DEVICE void add_dQ(i64 place, i32 turn) {
-    if constexpr (deterministic) turns.wait(place, turn);
+  DEVICE void add_dQ(i64 place) {
     const Global<float> to(args.workspace[SLOT_DQ]);
     const int r = halves_rows ? group * 4 + warp : warp, c0 = halves_rows ? 0 : group * dQ_cols / 8;
     const i64 first = dQ_index(place, r, c0, lane);

@@ -100,20 +100,21 @@ template <class Walk> struct QueryWalk {
   }
 };
 
-// The key tile of block x of the grid: tiles of a head side by side.  slot: its number among all sequences'
-// tiles, as pass_dalibi counts them.
+// The key tile of block x of the grid: tiles of a head side by side, the heaviest with causal first; but where
+// blocks take turns the last keys first.  slot: its number among all sequences' tiles, as pass_dalibi counts.
 DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
   KeyTile t = {};
   if constexpr (is_packed) {
     const i64 slots = n_slots(args, args.len_k, tile_kv);
-    slot = x % slots;
+    slot = deterministic ? slots - 1 - x % slots : x % slots;
     t.h = x / slots;
     const Slot owner = slot_owner(args, args.cu_seqlens_k, args.len_k, slot, tile_kv);
     t.seq = sequence_of(args, owner.b);
     t.j0 = owner.tile * tile_kv;
     t.exists = t.j0 < t.seq.rows_k;
   } else {
-    const i64 n_tiles = ceil_div(args.len_k, tile_kv), tile = x % n_tiles, head = x / n_tiles;
+    const i64 n_tiles = ceil_div(args.len_k, tile_kv), head = x / n_tiles;
+    const i64 tile = deterministic ? n_tiles - 1 - x % n_tiles : x % n_tiles;
     t.h = head % args.heads_k;
     t.seq = sequence_of(args, head / args.heads_k);
     t.j0 = static_cast<i32>(tile) * tile_kv;

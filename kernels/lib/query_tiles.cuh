@@ -14,8 +14,9 @@
 // dout of another dtype than Q: dO_tiles, elem [dO_parts, places, TILE_Q * HEAD_DIM_V], holds it in 16 bits, as
 // the panels of a PanelTile lie in shared memory; then what those lose of it, which dP needs too.
 //
-// deterministic: blocks of keys add to a tile one after the other, by ascending keys.  turns, i32 [places, 2],
-// counts how many have added, apart for the two warpgroups of a block.
+// deterministic: blocks of keys add to a tile one after the other, the last keys first.  Blocks start in that
+// order too (key_rows.cuh), and with causal the last keys meet a tile first: nobody waits for long.  turns, i32
+// [places, 2], counts how many have added, apart for the two warpgroups of a block.
 #pragma once
 #include "barrier.cuh"
 #include "positions.cuh"
@@ -69,7 +70,7 @@ DEVICE i64 dQ_index(i64 place, int r, int c, int lane) {
 // How many blocks add to the tile at i0 before the one of the keys at j0.
 DEVICE i32 turn_of(const Args& args, const Sequence& seq, i32 i0, i32 j0) {
   const i32 last = smallest(i0 + tile_q, seq.len_q) - 1;
-  return j0 / tile_kv - visible_keys(args, seq, i0, last).begin / tile_kv;
+  return (visible_keys(args, seq, i0, last).end - 1) / tile_kv - j0 / tile_kv;
 }
 
 // The turns of one warpgroup.  What it added is announced when it waits for the next tile: by then the
