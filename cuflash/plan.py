@@ -295,6 +295,8 @@ def consider(problem: Problem, device: Device, row: Row) -> Plan | Refusal:
         if not step.when(problem):
             continue
         grid = step.grid(problem, params | dict(step.fixed))
+        if step.resident is not None and step.resident(params):
+            grid = min(grid[0], device.n_sms), *grid[1:]
         if 0 in grid:
             continue
         if any(n > most for n, most in zip(grid, MAX_GRID, strict=True)):

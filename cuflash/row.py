@@ -77,6 +77,7 @@ class Tile:
     options: tuple[tuple[str, int], ...] = ()  # parameters this tile sets itself
     causal: bool | None = None  # only problems that are, or are not
     longest: int | None = None  # len_k it is meant for, at most
+    most_queries: int | None = None  # len_q it is meant for, at most; not for packed sequences
     whole_blocks: bool = False  # only problems with a block mask whose blocks are whole tiles
 
     def head_dim(self, size: int) -> int:
@@ -93,6 +94,8 @@ class Tile:
         if self.causal is not None and problem.causal != self.causal:
             return False
         if self.longest is not None and problem.len_k > self.longest:
+            return False
+        if self.most_queries is not None and (problem.packed or problem.len_q > self.most_queries):
             return False
         if self.whole_blocks:
             block = problem.block_mask
@@ -176,6 +179,7 @@ class Step:
     threads: of a block; None means 32 x the tile's warps.  (More, where some warps only fetch.)
     uses: the parameters its source depends on; the others are passed as 0, so that a shared pass is built
     once and not once per row.  None: all of them.
+    resident: whether a block stays on its SM and walks many tiles: then there are no more blocks than SMs.
     maps: its kernel takes MappedArgs with these; steps of one row that map the same name share the map.
     fixed: parameters that are not the row's, such as the warps of a shared pass.
     """
@@ -188,6 +192,7 @@ class Step:
     uses: tuple[str, ...] | None = None
     maps: tuple[Map, ...] = ()
     fixed: tuple[tuple[str, int], ...] = ()
+    resident: Callable[[Params], bool] | None = None
 
     @property
     def file(self) -> str:

@@ -27,7 +27,7 @@ from cuflash.rows_hopper import DTYPES, FLOPS, boxed_bytes, role_threads
 from cuflash.rows_mma import splits
 
 LIMITS = (*LENGTHS, ("head_dim", 256), ("head_dim_v", 256))
-N_SMS = 132  # blocks of a persistent grid: of a large GPU; on a smaller one the last start late
+N_SMS = 132  # of a large GPU
 
 
 def panel(cols: int) -> int:
@@ -52,8 +52,11 @@ def _tiles(problem: Problem, p: Params) -> int:
 
 
 def _blocks(problem: Problem, p: Params) -> Grid:
-    tiles = _tiles(problem, p)
-    return min(tiles, N_SMS) if p["PERSISTENT"] else tiles, 1, 1
+    return _tiles(problem, p), 1, 1
+
+
+def _stays(p: Params) -> bool:
+    return p["PERSISTENT"] != 0
 
 
 def _more(problem: Problem, p: Params) -> Params:
@@ -92,8 +95,8 @@ def _is_16_bit(problem: Problem) -> bool:
     return ITEMSIZE[problem.out_dtype] == 2
 
 
-PERSISTENT = (("PERSISTENT", 2), ("O_BUFFER", 1), ("Q_STAGES", 1), ("Q_IN_REGISTERS", 0))
-ONE_TILE = (("PERSISTENT", 0), ("O_BUFFER", 0), ("Q_STAGES", 1), ("Q_IN_REGISTERS", 0))
+PERSISTENT = (("PERSISTENT", 2), ("O_BUFFER", 1), ("Q_STAGES", 1), ("Q_IN_REGISTERS", 0), ("OVERLAP", 0))
+ONE_TILE = (("PERSISTENT", 0), ("O_BUFFER", 0), ("Q_STAGES", 1), ("Q_IN_REGISTERS", 0), ("OVERLAP", 0))
 
 
 FWD_10 = Row(
@@ -113,6 +116,7 @@ FWD_10 = Row(
             _blocks,
             _smem,
             threads=role_threads,
+            resident=_stays,
             maps=(
                 _map("Q", "TILE_Q", "HEAD_DIM"),
                 _map("K", "TILE_KV", "HEAD_DIM"),

@@ -1,27 +1,28 @@
 // fwd_10_persistent.cu - attention forward on Hopper, a block walks many tiles.   sm_90a
 //
 // Read after   fwd_09_overlap.cu          Read next   nothing: the last forward rung
-// Changes      a block stays and takes one query tile after another: the producer is in the next tile while the
-//              consumers finish this one, and O has a buffer of its own, stored by TMA while they go on.
-//              A warpgroup skips key tiles that its own 64 rows do not see, and tests elements only in tiles
-//              that they see in part.  Every option of the contract, head_dim and head_dim_v to 256
+// Changes      a block stays and takes one query tile after another: the producer is in the next tile while
+//              the consumers finish this one, and O has a buffer of its own, stored by TMA while they go on.
+//              A warpgroup skips key tiles that its own 64 rows do not see, and tests elements only where
+//              they see a part.  Every option of the contract, head_dim and head_dim_v to 256
 //
 // Why          between two blocks of fwd_09 an SM waits for a launch, for Q and the first K, and for O to leave
 // Algorithm    = tiled.forward, as fwd_09_overlap.
-//                producer (lib/producer.cuh): take a query tile, announce it, Q, K and V of its key tiles; again
+//                producer (lib/producer.cuh): take a query tile, announce it, copy Q, K and V; again
 //                consumer: wait for a query tile; key tiles from the last to the first:
 //                            not seen by my rows: give K and V back
 //                            seen in part (the end, the diagonal): S, hide, weights
 //                            seen as a whole: S, weights
 //                            seen in part (a window's begin): S, hide, weights
 //                          O / l -> its buffer -> O_gmem      m + log l -> lse; again
-//                with a block mask key tiles go up, and the producer says which: those that hold a kept block
-// Grid         x: as many blocks as SMs, or one a query tile (PERSISTENT 0: head_dim 192 and 256, whose shared
-//              memory has no room for O).  Which query tile is next: lib/work.cuh; who asks first gets it
+//                with a block mask key tiles go up, and the producer says which: those with a kept block
+// Grid         x: as many blocks as SMs, or one a query tile (PERSISTENT 0: head_dim 192 and 256, where there
+//              is no room for O).  Which query tile is next: lib/work.cuh; who asks first gets it
 // Tile         TILE_Q x TILE_KV x HEAD_DIM; a consumer owns 64 rows, a quad of lanes shares a row
-// Shared       in 16 bits, as panels (lib/panels.cuh): Q [Q_STAGES][TILE_Q, HEAD_DIM] | O [TILE_Q, HEAD_DIM_V] (or
-//              in Q's place) | K [N_STAGES][TILE_KV, HEAD_DIM] | V [N_STAGES][TILE_KV, HEAD_DIM_V]; behind them
-//              the work, the barriers, and the kept blocks where elements ask for them
+// Shared       in 16 bits, as panels (lib/panels.cuh): Q [Q_STAGES][TILE_Q, HEAD_DIM] |
+//              O [TILE_Q, HEAD_DIM_V] (or in Q's place) | K [N_STAGES][TILE_KV, HEAD_DIM] |
+//              V [N_STAGES][TILE_KV, HEAD_DIM_V]; behind them the work, the barriers, and the kept blocks
+//              where elements ask for them
 // Registers    consumer: S TILE_KV / 2 and O HEAD_DIM_V / 2 floats, P TILE_KV / 4 words, at once.  No spills
 //              without options
 // Bytes        per query tile: Q once, K and V of the key tiles that some row sees, O once
@@ -259,15 +260,25 @@ struct Consumer {
     wgmma_wait<1>();   // S is there; K has been read
     if constexpr (!asks_blocks) release_K();
     change<tests>(seq, i0, j0, S);
+    acc sum[n_rows] = {TRUSTED_SUM};
+    u32 weights[tile_kv / 16][4];
+    if constexpr (trusts && overlaps) {
+      weigh(S, state, rules.late_scale, weights, sum);
+      hold_before_wait(state.l[0] + state.l[1] + sum[0] + sum[1], smem.Q_full.address(0, 0));
+    }
     wgmma_wait<0>();   // O has the tile before; V has been read, and P may be written
     release_V();
 #pragma unroll
     for (int n = 0; n < head_dim_v_tile / 2; ++n) pin(registers_of(O)[n]);
-    acc sum[n_rows] = {TRUSTED_SUM};
-    if constexpr (trusts) weigh(S, state, rules.late_scale, P, sum);
+    if constexpr (trusts && !overlaps) weigh(S, state, rules.late_scale, P, sum);
     if (trusts && are_trusted(sum)) {
 #pragma unroll
       for (int r = 0; r < n_rows; ++r) state.l[r] += sum[r];
+      if constexpr (overlaps)
+#pragma unroll
+        for (int k = 0; k < tile_kv / 16; ++k)
+#pragma unroll
+          for (int n = 0; n < 4; ++n) P[k][n] = moved(weights[k][n]);
     } else {
       acc shrink[n_rows];
       soften(i0, j0, S, shrink);
@@ -287,7 +298,8 @@ struct Consumer {
     const Results results = results_of(args, own);
     finish(args, own, results, O, state, own.i0 + warp_row, lane);
     const i32 i0 = own.i0 + 64 * group;
-    const bool by_tma = stores_by_tma && is_mapped(args, args.maps.O) && (!is_packed || i0 + 64 <= own.seq.rows_q);
+    const bool is_whole = !is_packed || i0 + 64 <= own.seq.rows_q;   // TMA would write on into the next sequence
+    const bool by_tma = stores_by_tma && is_mapped(args, args.maps.O) && is_whole;
     if (by_tma) {
       if (!has_o_buffer && head_dim_tile != head_dim_v_tile)
         barrier_sync(1 + n_groups, n_threads);   // O's rows overlap other groups' rows of Q: all have used it
@@ -319,7 +331,8 @@ struct Consumer {
 
 KERNEL(n_role_threads, 1) fwd_10_persistent(const __grid_constant__ MappedArgs args) {
   SHARED_MEMORY(Smem, smem);
-  const int role = shfl(static_cast<int>(threadIdx.x) / 128, 0), lane = threadIdx.x % 32;   // uniform in a warp
+  const int role = shfl(static_cast<int>(threadIdx.x) / 128, 0);   // 0: producer.  Uniform in a warp
+  const int thread = threadIdx.x % 128, lane = thread % 32;
   if (threadIdx.x == 0) {
     tma_prefetch_map(args.maps.Q);
     tma_prefetch_map(args.maps.K);
@@ -350,7 +363,6 @@ KERNEL(n_role_threads, 1) fwd_10_persistent(const __grid_constant__ MappedArgs a
     if (threadIdx.x < 32) Producer{args, smem, lane}.run();
   } else {
     registers_grow<consumer_registers>();
-    const int thread = threadIdx.x % 128;
     Consumer{args, smem, role - 1, thread, lane, 64 * (role - 1) + thread / 32 * 16}.run();
   }
 }

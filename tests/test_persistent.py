@@ -88,7 +88,7 @@ def test_blocks_walk_several_tiles():
     """More tiles than blocks, tiles of no rows, tiles of no keys: every row is written once."""
     arrays = draw((70, 130, 40, 2, 1, 64, 64), "float16")
     found = cuflash.explain(*arrays, kernel=ROW)
-    assert found.grid[0] < 70 * 2 * 1 * -(-130 // found.tile.tile_q)
+    assert found.grid[0] <= 4 and dict(found.main.params)["PERSISTENT"] == 2  # as many as the emulator has SMs
     judge(arrays, "float16", causal=True, query_offset=-100)
     lengths = np.random.default_rng(1).integers(0, 60, 60)
     cu = np.concatenate([[0], np.cumsum(lengths)])

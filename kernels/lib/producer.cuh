@@ -1,8 +1,8 @@
 // producer.cuh - the shared memory of a persistent forward kernel, and the warp that fills it.   sm_90a
 //
-// The warp takes query tiles (lib/work.cuh), announces each to the consumers, and copies its Q, then K and V of
-// every key tile that some row may see, K one tile ahead of V: the order in which they are used.  It runs ahead
-// of the consumers, into the next query tile too, as far as stages are empty.
+// The warp takes query tiles (lib/work.cuh), announces each to the consumers, and copies its Q, then K and V
+// of every key tile that some row may see, K one tile ahead of V: the order in which they are used.  It runs
+// ahead of the consumers, into the next query tile too, as far as stages are empty.
 // All 32 lanes walk, lane 0 acts.
 #pragma once
 #include "barrier.cuh"
@@ -105,7 +105,8 @@ struct Producer {
   DEVICE void load(const QueryTile& own) {
     const Range keys = keys_of_rows(args, own.seq, own.i0, own.i0 + tile_q);
     const Range tiles = tiles_of(keys);
-    Walk walk(args.blocks, own.seq.b, own.h, own.i0, smallest(own.i0 + tile_q, own.seq.len_q), keys.begin, lane);
+    const i32 i1 = smallest(own.i0 + tile_q, own.seq.len_q);
+    Walk walk(args.blocks, own.seq.b, own.h, own.i0, i1, keys.begin, lane);
     const auto next_tile = [&](i32 after) {   // -1: the first
       if constexpr (has_block_mask) {
         const i32 j0 = walk.next(after < 0 ? tiles.begin * tile_kv : after + tile_kv);

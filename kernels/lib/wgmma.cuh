@@ -51,6 +51,7 @@ template <int n_pending> DEVICE void wgmma_wait(emulated::Here here = emulated::
   emulated::product_wait(n_pending, here);
 }
 template <class T> DEVICE void pin(T&) {}
+DEVICE u32 moved(u32 x) { return x; }
 DEVICE void hold_before_wait(float, u32) {}
 template <int count> DEVICE void registers_shrink(emulated::Here here = emulated::Here::now()) {
   emulated::set_registers(count, false, here);
@@ -68,6 +69,13 @@ template <int n_pending> DEVICE void wgmma_wait() {
 // No instruction: the compiler may not move uses of x across it.
 DEVICE void pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 DEVICE void pin(u32& x) { asm volatile("" : "+r"(x)::"memory"); }
+// x in another register: what is made while a product is in flight may not be its operand's, and becomes the
+// next one's this way.  (An assignment would be optimised away, and the products serialised: C7513.)
+DEVICE u32 moved(u32 x) {
+  u32 y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
 // A store that never happens (row sums are not negative) but needs every exponential before the wait that
 // follows it: without it ptxas moves the softmax behind the wait.  Measure with and without.
 DEVICE void hold_before_wait(float row_sum, u32 any_shared_address) {

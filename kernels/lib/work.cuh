@@ -30,7 +30,8 @@ DEVICE u32 n_work(const Args& args, i32 tile_rows) {
 template <class T> DEVICE Work work_of(const Args& args, u32 x, i32 tile_rows) {
   if constexpr (is_packed) {
     const QueryTile t = query_tile_of(args, x, tile_rows);
-    return {static_cast<i32>(t.seq.b), static_cast<i32>(t.h), static_cast<i32>(t.h_k), t.exists ? t.i0 : NO_WORK};
+    return {static_cast<i32>(t.seq.b), static_cast<i32>(t.h), static_cast<i32>(t.h_k),
+            t.exists ? t.i0 : NO_WORK};
   }
   const u32 heads = static_cast<u32>(args.heads), group = heads / static_cast<u32>(args.heads_k);
   const u32 n_tiles = static_cast<u32>(ceil_div(args.len_q, tile_rows));
