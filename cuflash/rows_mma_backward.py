@@ -40,18 +40,19 @@ KB = 1024
 
 def _dout_parts(p: Params) -> int:
     """dO_parts of mma_gradient.cuh: tiles that hold dout."""
-    if p["DOUT_DTYPE"] == p["DTYPE"]:
+    if p["DOUT_DTYPE"] == p["DTYPE"] or p["DTYPE"] == 2:
         return 1
     return 3 if p["DALIBI"] and p["DTYPE"] == 1 else 2
 
 
 def _tiles_bytes(p: Params, stages: int, score_tiles: int) -> int:
-    tile_q, tile_kv, dims = p["TILE_Q"], p["TILE_KV"], (p["HEAD_DIM"], p["HEAD_DIM_V"])
+    size, tile_q, tile_kv = 4 if p["DTYPE"] == 2 else 2, p["TILE_Q"], p["TILE_KV"]
     return shared_bytes(
-        *((2, tile_kv, dim) for dim in dims),
-        (2, stages * tile_q, dims[0]),
-        (2, stages * _dout_parts(p) * tile_q, dims[1]),
-        (2, score_tiles * tile_kv, tile_q),
+        (size, tile_kv, p["HEAD_DIM"]),
+        (size, tile_kv, p["HEAD_DIM_V"]),
+        (size, stages * tile_q, p["HEAD_DIM"]),
+        (size, stages * _dout_parts(p) * tile_q, p["HEAD_DIM_V"]),
+        (size, score_tiles * tile_kv, tile_q),
         *2 * [(4, stages, tile_q)],
     )
 
@@ -78,7 +79,7 @@ def _traffic(problem: Problem, p: Params, shares: int) -> Traffic:
         return {}
     rows = problem.batch * problem.heads * problem.len_q * 4
     reads = 0
-    if problem.softcap is None and problem.dropout is None:
+    if problem.softcap is None and problem.dropout is None and problem.dtype in DTYPES:
         reads, traffic["lse"] = traffic["lse"][0] - rows, (rows, 0)
     return traffic | {"lse_log2": (reads, rows)}
 
@@ -131,7 +132,7 @@ def _step_q(p: Params) -> int:
 def _keeps_scores(p: Params) -> bool:
     """keeps_P of the kernel: does every warp make whole rows of P^T, dV and dK?"""
     widths = _step_q(p), p["HEAD_DIM"], p["HEAD_DIM_V"]
-    return all(_warps_across(p["TILE_KV"], cols, p["N_WARPS"]) == 1 for cols in widths)
+    return p["DTYPE"] != 2 and all(_warps_across(p["TILE_KV"], cols, p["N_WARPS"]) == 1 for cols in widths)
 
 
 def _traded_bytes(p: Params) -> int:
@@ -205,15 +206,18 @@ BWD_04 = Row(
     80,
     (
         # Up to 64 a warp keeps its rows of P^T and dS^T in registers: 32 rows of 128.
-        Tile(64, 128, 4, up_to=64, room=163 * KB),  # 81 KB at 64, two blocks an SM
-        Tile(64, 128, 8, up_to=64),  # 97 KB at 64, of the 99 that smaller GPUs have
-        Tile(64, 64, 4, up_to=128, room=225 * KB),  # 113 KB at 128, two blocks an SM
-        Tile(64, 128, 8, up_to=128, room=163 * KB),  # 161 KB at 128
-        Tile(32, 64, 8, up_to=128),  # 88 KB at 128
-        Tile(64, 64, 8, up_to=256, room=225 * KB),  # 225 KB at 256
-        Tile(32, 64, 8, up_to=256, room=163 * KB),  # 145 KB at 256
-        Tile(32, 32, 4, up_to=192),  # 77 KB at 192
-        Tile(16, 32, 4, up_to=256),
+        Tile(64, 128, 4, up_to=64, itemsizes=(2,), room=163 * KB),  # 81 KB at 64, two blocks an SM
+        Tile(64, 128, 8, up_to=64, itemsizes=(2,)),  # 97 KB at 64, of the 99 that smaller GPUs have
+        Tile(64, 64, 4, up_to=128, itemsizes=(2,), room=225 * KB),  # 113 KB at 128, two blocks an SM
+        Tile(64, 128, 8, up_to=128, itemsizes=(2,), room=163 * KB),  # 161 KB at 128
+        Tile(32, 64, 8, up_to=128, itemsizes=(2,)),  # 88 KB at 128
+        Tile(64, 64, 8, up_to=256, itemsizes=(2,), room=225 * KB),  # 225 KB at 256
+        Tile(32, 64, 8, up_to=256, itemsizes=(2,), room=163 * KB),  # 145 KB at 256
+        Tile(32, 32, 4, up_to=192, itemsizes=(2,)),  # 77 KB at 192
+        Tile(16, 32, 4, up_to=256, itemsizes=(2,)),  # 68 KB at 256
+        # float32 as TF32
+        Tile(32, 64, 4, up_to=64, itemsizes=(4,)),  # 80 KB at 64, two blocks an SM
+        Tile(32, 64, 8, up_to=128, itemsizes=(4,)),  # 153 KB at 128
     ),
     (
         DELTA,
@@ -225,7 +229,7 @@ BWD_04 = Row(
         *OPTIONS_AFTER,
     ),
     "Q and dO double-buffered",
-    dtypes=DTYPES,
+    dtypes=(*DTYPES, "float32"),
     limits=LIMITS,
     workspace=_slots,
     bytes=_bytes,

@@ -87,8 +87,8 @@ KERNEL(n_threads, 1) bwd_03_mma(const __grid_constant__ Args args) {
       else
         share_gradient<true>(args, smem.of_rows, 0, S, dP, seq, rules, scale_log2, i0, 0, j0, warp, lane,
                              is_kept, visit);
-      store_16(S, smem.P, 0, warp, lane);
-      store_16(dP, smem.dS, 0, warp, lane);
+      store_scores(S, smem.P, 0, warp, lane);
+      store_scores(dP, smem.dS, 0, warp, lane);
       block_sync();   // P and dS are there
 
       for (auto& dO : smem.dO) multiply(dV, smem.P, dO, warp, lane);

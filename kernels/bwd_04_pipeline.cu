@@ -30,6 +30,7 @@
 #include "lib/barrier.cuh"
 #include "lib/blocks.cuh"
 #include "lib/mma_gradient.cuh"
+#include "lib/tf32_shares.cuh"
 
 // Queries at a time: S and dP get 64 registers together, beside dK and dV.
 constexpr int step_q = 2 * tile_kv * tile_q / n_threads > 64 ? tile_q / 2 : tile_q;
@@ -44,18 +45,18 @@ using OfV = Share<tile_kv, head_dim_v_tile>;
 constexpr bool trades =
     OfScores::row_blocks == 1 && OfScores::down % 2 == 0 && head_dim_tile + head_dim_v_tile >= 256;
 using OfHalf = Share<tile_kv, step_q, trades ? n_warps / 2 : n_warps, OfScores::across>;
-constexpr bool keeps_P = OfScores::across == 1 && OfK::across == 1 && OfV::across == 1;
+constexpr bool keeps_P = sizeof(elem) == 2 && OfScores::across == 1 && OfK::across == 1 && OfV::across == 1;
 
 using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;
 // In turn, a block visits tiles without kept blocks too: others wait until it has.
 constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::tiles_are_whole);
 
 struct Tiles {
-  XorTile<tile_kv, head_dim_tile> K;
-  XorTile<tile_kv, head_dim_v_tile> V;
-  XorTile<tile_q, head_dim_tile> Q[2];   // ring: stage = number of the tile % 2
-  XorTile<tile_q, head_dim_v_tile> dO[2][dO_parts];   // same stage as its Q
-  XorTile<tile_kv, tile_q> of_scores[keeps_P ? 1 : 2];   // dS^T, P^T
+  ElemTile<tile_kv, head_dim_tile> K;
+  ElemTile<tile_kv, head_dim_v_tile> V;
+  ElemTile<tile_q, head_dim_tile> Q[2];   // ring: stage = number of the tile % 2
+  ElemTile<tile_q, head_dim_v_tile> dO[2][dO_parts];   // same stage as its Q
+  ElemTile<tile_kv, tile_q> of_scores[keeps_P ? 1 : 2];   // dS^T, P^T
   TileNumbers<2> of_rows;
 };
 template <bool is_needed> struct Trades {
@@ -124,7 +125,7 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
     smem.of_rows.load<true>(args, seq, place.h, place.i0, stage, thread);
     cp_async_commit();
   };
-  XorTile<tile_kv, tile_q>&dS_smem = smem.of_scores[0], &P_smem = smem.of_scores[keeps_P ? 0 : 1];
+  ElemTile<tile_kv, tile_q>&dS_smem = smem.of_scores[0], &P_smem = smem.of_scores[keeps_P ? 0 : 1];
 
   OfK dK;
   OfV dV;
@@ -191,12 +192,12 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
       else
         share_gradient<true>(args, smem.of_rows, stage, S, dP, seq, rules, scale_log2, i0, first, j0, place,
                              lane, is_kept, visit);
-      store_16(dP, dS_smem, first, place, lane);
+      store_scores(dP, dS_smem, first, place, lane);
       if constexpr (keeps_P) {
         for (auto& dO : smem.dO[stage]) multiply_own(dV, S, dO, first, warp, lane);
         multiply_own(dK, dP, smem.Q[stage], first, warp, lane);
       } else {
-        store_16(S, P_smem, first, place, lane);
+        store_scores(S, P_smem, first, place, lane);
       }
     }
     if (deterministic && thread == 0) {

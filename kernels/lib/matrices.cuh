@@ -1,4 +1,5 @@
-// matrices.cuh - tiles of 16-bit numbers in shared memory, as ldmatrix reads them and mma.sync wants them.
+// matrices.cuh - tiles of 16-bit numbers (or floats) in shared memory, as ldmatrix reads them and mma.sync
+// wants them.
 #pragma once
 #include "cp_async.cuh"
 #include "ldmatrix.cuh"
@@ -6,14 +7,15 @@
 #include "swizzled.cuh"
 #include "warp.cuh"
 
-// chunk: 8 neighbouring numbers, 16 bytes, what ldmatrix reads at once.
+// chunk: 8 neighbouring numbers (4 floats), 16 bytes, what ldmatrix reads at once.
+constexpr int per_chunk = Vec16<elem>::size;
 
 // Rows as they are: the 8 rows of a matrix start in the same bank when a row is a multiple of 128 bytes.
 template <int n_rows_, int n_cols> struct PlainTile {
   static constexpr int rows = n_rows_, cols = n_cols;
   Shared<elem, rows, cols> cells;
-  DEVICE Vec16<elem>& chunk(int row, int at) { return cells.template as<Vec16<elem>>(row, at * 8); }
-  DEVICE u32 address(int row, int at) { return cells.address(row, at * 8); }
+  DEVICE Vec16<elem>& chunk(int row, int at) { return cells.template as<Vec16<elem>>(row, at * per_chunk); }
+  DEVICE u32 address(int row, int at) { return cells.address(row, at * per_chunk); }
   // address(row, at + first) from address(row, first), `at` a multiple of 2, first 0 or 1.
   DEVICE static u32 along(u32 address, int at) { return address + at * 16; }
 };
@@ -21,30 +23,32 @@ template <int n_rows_, int n_cols> struct PlainTile {
 // Chunk c of a row lies at chunk c xor key(row): 8 rows of one chunk fill all 32 banks.  Rows that are no
 // multiple of 128 bytes start in different banks already: fewer chunks change places, every other row.
 template <int n_rows_, int n_cols> struct XorTile {
-  static constexpr int rows = n_rows_, cols = n_cols, chunks = cols / 8;
+  static constexpr int rows = n_rows_, cols = n_cols, chunks = cols / per_chunk;
   static constexpr int period = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : 2;   // chunks that change places
   Shared<elem, rows, cols> cells;
   DEVICE static int key(int row) { return row / (8 / period) & (period - 1); }
   DEVICE Vec16<elem>& chunk(int row, int at) {
-    return cells.template as<Vec16<elem>>(row, (at ^ key(row)) * 8);
+    return cells.template as<Vec16<elem>>(row, (at ^ key(row)) * per_chunk);
   }
-  DEVICE u32 address(int row, int at) { return cells.address(row, (at ^ key(row)) * 8); }
+  DEVICE u32 address(int row, int at) { return cells.address(row, (at ^ key(row)) * per_chunk); }
   // As above, for a tile whose address is a multiple of 128: one xor with a constant.
   DEVICE static u32 along(u32 address, int at) {
     return (address ^ at % period * 16) + at / period * period * 16;
   }
+  // The same chunk `rows` further down, a multiple of 16: a distance, because 16 rows are whole periods.
+  DEVICE static constexpr u32 down(int rows) { return rows * n_cols * sizeof(elem); }
 };
 
 // tile[r][d] = source through registers.  All threads of the block; the caller synchronises.
 template <class Tile>
 DEVICE void load_tile(Tile& tile, const void* data, const TileSource& source, int thread) {
-  constexpr int chunks = Tile::cols / 8, n = Tile::rows * chunks;
+  constexpr int chunks = Tile::cols / per_chunk, n = Tile::rows * chunks;
   const Global<elem> from(const_cast<void*>(data));
   const int first = opaque(thread);
   if (source.by_vectors) {
 #pragma unroll 4
     for (int at = first; at < n; at += n_threads) {
-      const int row = at / chunks, d = at % chunks * 8;
+      const int row = at / chunks, d = at % chunks * per_chunk;
       Vec16<elem> chunk = {};
       if (row < source.rows && d < source.cols)
         chunk = from.template load_as<Vec16<elem>>(source.base + row * source.stride + d);
@@ -53,11 +57,11 @@ DEVICE void load_tile(Tile& tile, const void* data, const TileSource& source, in
   } else {
 #pragma unroll 1
     for (int at = first; at < n; at += n_threads) {
-      const int row = at / chunks, d = at % chunks * 8;
+      const int row = at / chunks, d = at % chunks * per_chunk;
       const i64 index = source.base + row * source.stride + d;
       Vec16<elem> chunk;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
+      for (int e = 0; e < per_chunk; ++e) {
         chunk.item[e] = {};
         if (row < source.rows && d + e < source.cols) chunk.item[e] = from.load(index + e);
       }
@@ -74,21 +78,21 @@ DEVICE void load_tile(Tile& tile, const void* data, const TileSource& source, in
 template <class Tile>
 DEVICE void request_tile(Tile& tile, const void* data, const TileSource& source, int thread) {
   if (!source.by_vectors) return load_tile(tile, data, source, thread);
-  constexpr int chunks = Tile::cols / 8, across = Tile::period, step = n_threads / across;
+  constexpr int chunks = Tile::cols / per_chunk, across = Tile::period, step = n_threads / across;
   static_assert(step % 8 == 0 && Tile::rows % 8 == 0, "request_tile: steps are whole periods of the key");
   const Global<elem> from(const_cast<void*>(data));
   const int row0 = opaque(thread) / across, chunk0 = thread % across;
   const u32 target = tile.address(row0 < Tile::rows ? row0 : 0, chunk0);
   const bool is_whole = source.rows >= Tile::rows && source.cols == Tile::cols;   // else zeros fill the rest
-  i64 index = source.base + row0 * source.stride + chunk0 * 8;
+  i64 index = source.base + row0 * source.stride + chunk0 * per_chunk;
 #pragma unroll
   for (int down = 0; down < Tile::rows; down += step, index += step * source.stride)
 #pragma unroll
     for (int c = 0; c < chunks; c += across) {
-      const bool is_there = is_whole || (row0 + down < source.rows && (chunk0 + c) * 8 < source.cols);
+      const bool is_there = is_whole || (row0 + down < source.rows && (chunk0 + c) * per_chunk < source.cols);
       const u32 n_bytes = is_there ? 16 : 0;
       if (Tile::rows % step == 0 || row0 + down < Tile::rows)
-        cp_async(target + (down * chunks + c) * 16, from.address(index + c * 8, n_bytes), n_bytes);
+        cp_async(target + (down * chunks + c) * 16, from.address(index + c * per_chunk, n_bytes), n_bytes);
     }
 }
 
@@ -108,11 +112,12 @@ template <class Tile> DEVICE u32 address_of_B_trans(Tile& tile, int row0, int la
 }
 
 // The k16 step of P's A operand that pieces 2k and 2k + 1 of S hold already.
+template <class T = elem>
 DEVICE void repack(u32 (&P)[4], const float (&low)[4], const float (&high)[4]) {
-  P[0] = pack<elem>(low[0], low[1]);
-  P[1] = pack<elem>(low[2], low[3]);
-  P[2] = pack<elem>(high[0], high[1]);
-  P[3] = pack<elem>(high[2], high[3]);
+  P[0] = pack<T>(low[0], low[1]);
+  P[1] = pack<T>(low[2], low[3]);
+  P[2] = pack<T>(high[0], high[1]);
+  P[3] = pack<T>(high[2], high[3]);
 }
 
 // x[n] of lane t of a quad <- x[t] of lane n.

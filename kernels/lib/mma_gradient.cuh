@@ -7,7 +7,7 @@
 // ---- P and dS
 
 // Nothing but the scale changes a score: P is one multiply-add and one exponential, in base 2.
-constexpr bool is_plain = !has_softcap && !has_alibi && !has_bias && !has_dropout;
+constexpr bool is_plain = !has_softcap && !has_alibi && !has_bias && !has_dropout && sizeof(elem) == 2;
 
 // What the rows of a query tile give to all their scores: lse (base 2 and +inf for a row that attends to nothing
 // where is_plain: pass_delta made it; else as given) and delta.  Zeros for rows that do not exist: their Q and
@@ -106,7 +106,7 @@ DEVICE void share_gradient(const Args& args, Numbers& numbers, int stage, Part& 
 
 // Tiles that hold dO.  An array of another dtype comes in 16-bit parts, else its rounding would add to that of
 // P; in as many as float32 has bits for, where the gradient of the slopes is a float32 sum of dP.
-constexpr int dO_parts = is_same<dout_elem, elem> ? 1 : wants_dalibi && is_same<elem, bf16> ? 3 : 2;
+constexpr int dO_parts = is_same<dout_elem, elem> || sizeof(elem) == 4 ? 1 : wants_dalibi && is_same<elem, bf16> ? 3 : 2;
 
 // tiles = dO, whatever its dtype, asked for or loaded: each holds what the one before has lost.
 template <bool is_async, class Tile>
@@ -116,11 +116,12 @@ DEVICE void load_dO(Tile (&tiles)[dO_parts], const void* data, const TileSource&
     else load_tile(tiles[0], data, source, thread);
   } else {
     const Global<dout_elem> from(const_cast<void*>(data));
-    for (int at = thread; at < Tile::rows * Tile::cols / 8; at += n_threads) {
-      const int row = at / (Tile::cols / 8), d = at % (Tile::cols / 8) * 8;
+    constexpr int width = Vec16<elem>::size;
+    for (int at = thread; at < Tile::rows * Tile::cols / width; at += n_threads) {
+      const int row = at / (Tile::cols / width), d = at % (Tile::cols / width) * width;
       Vec16<elem> chunks[dO_parts];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
+      for (int e = 0; e < width; ++e) {
         float rest = 0;
         if (row < source.rows && d + e < source.cols)
           rest = convert<float>(from.load(source.base + row * source.stride + d + e));
@@ -131,7 +132,7 @@ DEVICE void load_dO(Tile (&tiles)[dO_parts], const void* data, const TileSource&
         }
       }
 #pragma unroll
-      for (int part = 0; part < dO_parts; ++part) tiles[part].chunk(row, d / 8) = chunks[part];
+      for (int part = 0; part < dO_parts; ++part) tiles[part].chunk(row, d / width) = chunks[part];
     }
   }
 }

@@ -193,11 +193,11 @@ template <class Half> struct Trade {
 // ---- results
 
 // tile[j][first + i] = part, in 16 bits.  The caller synchronises.
-template <class Part, class Tile>
-DEVICE void store_16(Part& part, Tile& tile, int first, int warp, int lane) {
+template <class Part, int rows, int cols>
+DEVICE void store_scores(Part& part, XorTile<rows, cols>& tile, int first, int warp, int lane) {
 #pragma unroll
   for (int r = 0; r < Part::n_rows; ++r) {
-    const int row = Part::row(warp, lane, r), key = Tile::key(row);
+    const int row = Part::row(warp, lane, r), key = tile.key(row);
 #pragma unroll
     for (int c = 0; c < Part::n; ++c) {
       const int col = first + Part::col(warp, lane, c);
