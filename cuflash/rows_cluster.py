@@ -94,13 +94,13 @@ def _smem(p: Params) -> int:
     others = shared_bytes(
         (4, 8 * 128 * (2 if p["SOFTCAP"] else 1), 4),
         (4, n_Q, queries),
-        (4, n_dO, queries),
+        (4, 2, queries),
         (4, 8, 4),
         (4, 1, 4),
         (8, 1, 1),
-        *4 * [(8, 1, n_Q)],
+        *3 * [(8, 1, n_Q)],
         *2 * [(8, 1, 2)],
-        *4 * [(8, 1, n_dO)],
+        *3 * [(8, 1, n_dO)],
     )
     return round_up(round_up(kept, 1024) + tiles + others, 1024)
 

@@ -55,7 +55,7 @@ def _place_grid(problem: Problem, p: Params) -> Grid:
     return places(problem, p), 1, 1
 
 
-OPEN = Step("pass_query_tiles__open", _place_grid, threads=512, uses=QUERY_TILE_USES)
+OPEN = Step("pass_query_tiles__open", _place_grid, threads=256, uses=QUERY_TILE_USES)
 CLOSE = Step("pass_query_tiles__close", _place_grid, threads=256, uses=QUERY_TILE_USES)
 # Gradients of the options read delta as the rungs before keep it.
 OPTION_DELTA = Step(

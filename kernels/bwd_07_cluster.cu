@@ -22,7 +22,7 @@
 // Registers    per thread: dV or dK 128, S or dP 32, dQ 32, P or dS packed 16; loader 24, the others 240
 // Bytes        per block: K, V, dK, dV once; half of Q and dO, an addition to half of dQ per query tile
 // Barriers     <operand>_full: landed.  Q_empty, dO_empty, dS_empty: both groups of both blocks have used it.
-//              P_full, P_empty between the groups.  S_read, dP_read: lse and step, delta have been read
+//              P_full, P_empty between the groups, by number
 #include "lib/params.cuh"
 #include "lib/accumulators.cuh"
 #include "lib/barrier.cuh"
@@ -81,13 +81,13 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   PanelTile<own_keys, tile_q> dS[2][2];   // transposed; [1]: of the peer's keys
   Shared<u32, 8 * 128 * (has_softcap ? 2 : 1), 4> P;   // thread by thread, 16 bytes at a time
   Shared<float, n_Q, tile_q> lse;
-  Shared<float, n_dO, tile_q> delta;
+  Shared<float, 2, tile_q> delta;
   Shared<i32, n_steps, 4> steps;
   Shared<float, 1, 4> sums;   // of dalibi_slopes, a number per warp
   Shared<u64, 1, 1> K_full;
-  Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty, S_read;
+  Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty;
   Shared<u64, 1, 2> dS_full, dS_empty;
-  Shared<u64, 1, n_dO> dO_landed, dO_full, dO_empty, dP_read;
+  Shared<u64, 1, n_dO> dO_landed, dO_full, dO_empty;
 };
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes,
               "bwd_07_cluster: Smem and its row in cuflash/rows_hopper_backward.py disagree");
@@ -187,8 +187,7 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
     const i32 place = static_cast<i32>(place_of(args, seq, head, i0));
     const i64 first_row = static_cast<i64>(place) * 2 * tile_q;
     const int row = static_cast<int>(seq.q_row0) + i0 + rank * (tile_q / 2);
-    wait_empty(smem.Q_empty, n);   // both blocks have used this stage of Q for S and dK
-    wait_empty(smem.S_read, n);    // the weights group has read lse and the step
+    wait_empty(smem.Q_empty, n);   // both blocks have used this stage of Q for S and dK, and lse, delta, the step
     smem.fill_blocks(walk.blocks, i0, lane, n % n_Q);
     walk.next();
     const bool tests = i0 < whole.begin || i0 >= whole.end;
@@ -202,7 +201,6 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
       bulk_load(smem.lse.address(n % n_Q, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
     }
     wait_empty(smem.dO_empty, n);   // both blocks have used this stage of dO for dP and dV
-    wait_empty(smem.dP_read, n);    // the gradients group has read delta
     if (lane == 0) {
       const u32 full = at(dO_landed, n);
       mbarrier_arrive_expect(full, dO_parts * smem.dO[0][0].n_bytes + 4 * tile_q);
@@ -214,7 +212,7 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
           bulk_load(smem.dO[0][part].address(), dO_tiles.address(first, n_bytes), n_bytes, full);
         }
       else load_half(smem.dO[n % n_dO][0], args.maps.dO, full, rank, row, head, batch);
-      bulk_load(smem.delta.address(n % n_dO, 0), rows.address(first_row + tile_q, 4 * tile_q), 4 * tile_q,
+      bulk_load(smem.delta.address(n % 2, 0), rows.address(first_row + tile_q, 4 * tile_q), 4 * tile_q,
                 full);
     }
   }
@@ -423,9 +421,7 @@ struct WeightsGroup {
       for (int k = 0; k < 4; ++k)
         smem.P.as<Vec16<u32>>((n % 2 * 4 + k) * 128 + thread, 0) = {{P[k][0], P[k][1], P[k][2], P[k][3]}};
     }
-    barrier_arrive(P_full(n), 256);   // P is written
-    warp_sync();                      // the warp has read lse and the step
-    if (lane == 0) mbarrier_arrive(at(smem.S_read, n));
+    barrier_arrive(P_full(n), 256);   // P is written, lse and the step are read
   }
 
   // Step n, whose P is made, and S and P of the next.
@@ -521,7 +517,7 @@ struct GradientsGroup {
   DEVICE void differentiate(u32 n) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      const Pack<float, 2> delta = smem.delta.as<Pack<float, 2>>(n % n_dO, 8 * c + lane % 4 * 2);
+      const Pack<float, 2> delta = smem.delta.as<Pack<float, 2>>(n % 2, 8 * c + lane % 4 * 2);
 #pragma unroll
       for (int e = 0; e < 4; ++e) dP[4 * c + e] -= delta.item[e % 2];
     }
@@ -551,7 +547,7 @@ struct GradientsGroup {
     barrier_sync(P_full(n), 256);   // the other group has written P
     take(smem, weights, 0, thread);
     if constexpr (has_softcap) take(smem, slopes, 8, thread);
-    const int row = n % n_dO;
+    const int row = n % 2;
     if (step.tests()) {
       const Range queries[2] = {visible_queries(args, seq, j, j), visible_queries(args, seq, j + 8, j + 8)};
       make_gradients<true>(args, rules, dP, weights, dS, slopes, kept, smem.delta, row, step.i0, j, queries, sums,
@@ -597,8 +593,6 @@ struct GradientsGroup {
     if constexpr (is_exact) differentiate_exactly(n);
     else differentiate(n);
     barrier_arrive(P_empty(n), 256);   // P is read
-    warp_sync();                       // the warp has read delta
-    if (lane == 0) mbarrier_arrive(at(smem.dP_read, n));
     wait_empty(smem.dS_empty, n);   // dQ of step n - 2 is complete in both blocks
     PanelTile<own_keys, tile_q>& mine = smem.dS[n % 2][0];
 #pragma unroll
@@ -669,11 +663,9 @@ DEVICE void init_barriers(Smem& smem) {
   init(smem.Q_landed, 1);
   init(smem.Q_full, 1);
   init(smem.Q_empty, 4);   // two groups in two blocks
-  init(smem.S_read, 4);    // warps
   init(smem.dO_landed, 1);
   init(smem.dO_full, 1);
   init(smem.dO_empty, 4);   // groups
-  init(smem.dP_read, 4);    // warps
   init(smem.dS_full, 1);
   init(smem.dS_empty, 4);   // groups
   mbarrier_init_fence();

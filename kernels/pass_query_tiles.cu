@@ -5,15 +5,16 @@
 // pass_query_tiles__close   dQ = sum * scale, from the order of accumulators to rows; zeros where a query does
 //                           not exist
 // Grid         x: places (lib/query_tiles.cuh)
-// Registers    __open: 8 numbers of O and 8 of dO in flight per row a lane has; __close: 4 x 16 bytes
+// Registers    __open: 8 numbers of O and 8 of dO a lane and 64 columns; __close: 4 x 16 bytes
 // Bytes        __open: O, dO, lse, dlse once, rows and dQ sums once; __close: sums and dQ once
 #include "lib/params.cuh"
 #include "lib/accumulators.cuh"
 #include "lib/panels.cuh"
 #include "lib/query_tiles.cuh"
 
-constexpr int open_threads = 512, close_threads = 256;
-constexpr int row_lanes = head_dim_v_tile > 128 ? 32 : head_dim_v_tile > 64 ? 16 : 8;   // 8 numbers a lane
+constexpr int open_threads = 256, close_threads = 256;
+constexpr int open_blocks = 4;   // on an SM: while some wait for O and dO others write zeros
+constexpr int row_lanes = 8;     // of a row; each takes 8 numbers in every 64
 constexpr int rows_at_once = open_threads / row_lanes, n_rounds = ceil_div(tile_q, rows_at_once);
 static_assert(tile_q % 16 == 0 && head_dim_tile % 32 == 0, "pass_query_tiles: whole pieces");
 
@@ -61,44 +62,45 @@ template <class From> DEVICE Eight load_eight(const Tensor& tensor, i64 first, i
   return numbers;
 }
 
-KERNEL(open_threads, 1) pass_query_tiles__open(const __grid_constant__ Args args) {
+KERNEL(open_threads, open_blocks) pass_query_tiles__open(const __grid_constant__ Args args) {
   const int thread = threadIdx.x, lane = thread % row_lanes;
   const i64 place = blockIdx.x;
   const QueryTile own = query_tile_at(args, place);
   if (!own.exists) return;
   const Sequence& seq = own.seq;
+  const i64 h = own.h, dim = args.head_dim_v;
 
   constexpr int tile_numbers = tile_q * head_dim_tile;
 #pragma unroll
-  for (int at = thread * 4; at < tile_numbers; at += open_threads * 4)
-    Global<acc>(args.workspace[SLOT_DQ]).store_as(place * tile_numbers + at, Vec16<acc>{});
+  for (int at = 0; at < tile_numbers; at += open_threads * 4)
+    if (tile_numbers % (open_threads * 4) == 0 || at + thread * 4 < tile_numbers)
+      Global<acc>(args.workspace[SLOT_DQ]).store_as(place * tile_numbers + at + thread * 4, Vec16<acc>{});
 
-  Eight O[n_rounds] = {}, dO[n_rounds] = {};
-  const i64 d = lane * 8;
 #pragma unroll
   for (int n = 0; n < n_rounds; ++n) {
     const i32 r = n * rows_at_once + thread / row_lanes, i = own.i0 + r;
-    if (r >= tile_q || i >= seq.len_q || d >= args.head_dim_v) continue;   // what does not exist is not read
     const i64 row = seq.q_row0 + i;
-    O[n] = load_eight<o_elem>(args.O, index_of(args.O, seq.array_b, own.h, row), d, args.head_dim_v);
-    dO[n] = load_eight<dout_elem>(args.dO, index_of(args.dO, seq.array_b, own.h, row), d, args.head_dim_v);
-  }
-#pragma unroll
-  for (int n = 0; n < n_rounds; ++n) {
-    const i32 r = n * rows_at_once + thread / row_lanes, i = own.i0 + r;
+    const bool exists = r < tile_q && i < seq.len_q;   // what does not exist is not read
     acc delta = 0, row_lse = -NEG_INF;
-    if constexpr (converts_dO)
-      if (r < tile_q && lane * 8 < head_dim_v_tile) store_dO(args, place, r, lane, dO[n]);
 #pragma unroll
-    for (int e = 0; e < 8; ++e)   // a row that attends to nothing has O = 0, and its dO may be NaN
-      if (O[n].item[e] != 0) delta += O[n].item[e] * dO[n].item[e];
+    for (int at = lane; at < head_dim_v_tile / 8; at += row_lanes) {
+      Eight O = {}, dO = {};
+      if (exists && at * 8 < dim) {
+        O = load_eight<o_elem>(args.O, index_of(args.O, seq.array_b, h, row), at * 8, dim);
+        dO = load_eight<dout_elem>(args.dO, index_of(args.dO, seq.array_b, h, row), at * 8, dim);
+      }
+      if constexpr (converts_dO)
+        if (r < tile_q) store_dO(args, place, r, at, dO);
+#pragma unroll
+      for (int e = 0; e < 8; ++e)   // a row that attends to nothing has O = 0, and its dO may be NaN
+        if (O.item[e] != 0) delta += O.item[e] * dO.item[e];
+    }
     delta = warp_sum<row_lanes>(delta);
     if (lane != 0 || r >= tile_q) continue;
-    if (i < seq.len_q) {
-      const i64 row = seq.q_row0 + i;
+    if (exists) {
       if constexpr (has_dlse)
-        delta -= Global<acc>(args.dlse.data).load(index_of(args.dlse, seq.array_b, own.h, row));
-      const acc lse = Global<acc>(args.lse.data).load(index_of(args.lse, seq.array_b, own.h, row));
+        delta -= Global<acc>(args.dlse.data).load(index_of(args.dlse, seq.array_b, h, row));
+      const acc lse = Global<acc>(args.lse.data).load(index_of(args.lse, seq.array_b, h, row));
       if (lse != NEG_INF) row_lse = is_plain ? lse * LOG2E : lse;
     }
     const Global<acc> rows(args.workspace[SLOT_ROWS]);
