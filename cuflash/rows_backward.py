@@ -220,7 +220,7 @@ def _queries_of(problem: Problem, j0: int, j1: int) -> tuple[int, int]:
     return begin, max(begin, end)
 
 
-def _tile_pairs(problem: Problem, own: int, walked: int, by_keys: bool) -> Iterator[tuple[int, int, int]]:
+def tile_pairs(problem: Problem, own: int, walked: int, by_keys: bool) -> Iterator[tuple[int, int, int]]:
     """(own rows, walked tiles, walked rows) of each own tile of one head; by_keys: own tiles are keys."""
     length, other = problem.len_k, problem.len_q
     if not by_keys:
@@ -246,10 +246,10 @@ def tiled_bytes(problem: Problem, p: Params, splits: int | None = None) -> Traff
     heads, heads_k = problem.batch * problem.heads, problem.batch * problem.heads_k
     rows = problem.len_q * heads
     d, dv = problem.head_dim, problem.head_dim_v
-    walks = [(True, chunks, list(_tile_pairs(problem, p["TILE_KV"], p["TILE_Q"], True)))]
+    walks = [(True, chunks, list(tile_pairs(problem, p["TILE_KV"], p["TILE_Q"], True)))]
     if problem.deterministic:
         own_chunks = ceil_div(d, p["HEAD_DIM"])
-        walks.append((False, own_chunks, list(_tile_pairs(problem, p["TILE_Q"], p["TILE_KV"], False))))
+        walks.append((False, own_chunks, list(tile_pairs(problem, p["TILE_Q"], p["TILE_KV"], False))))
     q_rows = k_rows = 0  # rows of all blocks, a block's chunk of columns apart
     for by_keys, blocks, pairs in walks:
         own = sum(n * (steps if chunks > 1 else 1) for n, steps, _ in pairs) * blocks

@@ -18,6 +18,7 @@ from cuflash.row import (
     ceil_div,
     key_head_tiles,
     n_slots,
+    query_tiles,
     shared_bytes,
 )
 from cuflash.rows_backward import (
@@ -30,6 +31,7 @@ from cuflash.rows_backward import (
     dq_sum_slot,
     option_slots,
     row_shape,
+    tile_pairs,
     tiled_bytes,
 )
 from cuflash.rows_forward import Traffic, kept_blocks_bytes
@@ -177,13 +179,13 @@ def _converted_keys(problem: Problem, p: Params) -> Grid:
 
 
 def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
-    turns = n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads if problem.deterministic else 0
+    tiles = n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
     slots = (
         *option_slots(problem, p),
-        Slot("turns", "int32", (turns,), zero=True),
+        Slot("turns", "int32", (tiles if problem.deterministic else 0,), zero=True),
+        Slot("dQ_tiles", problem.accumulator, (tiles, p["TILE_Q"] * p["HEAD_DIM"]), zero=True),
         delta_slot(problem),
         _lse_log2_slot(problem),
-        dq_sum_slot(problem),
     )
     if _shares(problem, p) == 1:
         return slots
@@ -196,10 +198,22 @@ def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
 
 
 def _bytes(problem: Problem, p: Params) -> Traffic:
-    """{} too where blocks wait for each other's turn."""
-    return {} if problem.deterministic else _traffic(problem, p, _shares(problem, p))
+    """That of bwd_02_tiled, with sums of dQ in whole tiles.  {} too where blocks wait for their turn."""
+    traffic = {} if problem.deterministic else _traffic(problem, p, _shares(problem, p))
+    if traffic:
+        del traffic["dQ_sum"]
+        tile = p["TILE_Q"] * p["HEAD_DIM"] * 4
+        steps = sum(n for _, n, _ in tile_pairs(problem, p["TILE_KV"], p["TILE_Q"], True))
+        added = steps * problem.batch * problem.heads * tile
+        tiles = n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
+        traffic["dQ_tiles"] = (added + tiles * tile, added)
+    return traffic
 
 
+DQ_TILES_USES = (
+    *("DTYPE", "OUT_DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "TILE_KV", "N_WARPS"),
+    *("DOUT_DTYPE", "LENGTHS_Q", "PACKED"),
+)
 BWD_04 = Row(
     "bwd_04_pipeline",
     False,
@@ -223,7 +237,7 @@ BWD_04 = Row(
         DELTA,
         *OPTIONS_BEFORE,
         Step("bwd_04_pipeline", _grid, _two_stages),
-        Step(CONVERT_DQ.entry, CONVERT_DQ.grid, uses=CONVERT_USES),
+        Step("pass_dq_tiles", query_tiles, uses=DQ_TILES_USES),
         Step("pass_convert__dk", _converted_keys, uses=CONVERT_USES),
         Step("pass_convert__dv", _converted_keys, uses=CONVERT_USES),
         *OPTIONS_AFTER,

@@ -12,19 +12,19 @@
 //                  P, dS                                       lib/mma_gradient.cuh; tiles visible as a whole
 //                                                              are not tested
 //                  dV += P^T dO,  dK += dS^T Q                 registers, over the whole walk
-//                  dQ_sum += dS K                              memory, atomically, 16 bytes at a time
-//                dK * scale, dV -> memory                      (pass_convert makes dQ of dQ_sum)
+//                  dQ_tiles += dS K                            memory, atomically, 16 bytes at a time, whole lines
+//                dK * scale, dV -> memory                      (pass_dq_tiles makes dQ of dQ_tiles)
 //              Where that leaves too few blocks, n_shares blocks share the heads of a group and add to dK_sum
 //              and dV_sum in memory.
-//              deterministic: blocks add to a tile of dQ_sum in turn, keys ascending.  A block waits for one
+//              deterministic: blocks add to a tile of dQ in turn, keys ascending.  A block waits for one
 //              with a smaller number only, and those have started
-// Grid         x: tile + n_tiles * share; tiles by sections of heads whose Q, dO and dQ_sum fit the L2 cache
+// Grid         x: tile + n_tiles * share; tiles by sections of heads whose Q, dO and dQ_tiles fit the L2 cache
 // Tile         TILE_Q x TILE_KV x HEAD_DIM; each product is cut among the warps so that they read least
 // Shared       in 16 bits, chunks permuted: K, V [TILE_KV, .] | Q, dO [2][TILE_Q, .] | dS^T and, unless it
 //              stays in registers, P^T [TILE_KV, TILE_Q]; lse, delta [2][TILE_Q] in float32
 // Registers    per thread: dK, dV 2 TILE_KV HEAD_DIM / n_threads floats, S and dP STEP_Q TILE_KV / n_threads.
 //              No spills without options
-// Bytes        per block: K, V, dK, dV once; Q, dO, lse, delta and dQ_sum (an addition) per query tile
+// Bytes        per block: K, V, dK, dV once; Q, dO, lse, delta and dQ_tiles (an addition) per query tile
 // Barriers     2 a tile: "the tile is there, and everyone has used the one before", "P and dS are there"
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
@@ -34,10 +34,6 @@
 
 // Queries at a time: S and dP get 64 registers together, beside dK and dV.
 constexpr int step_q = 2 * tile_kv * tile_q / n_threads > 64 ? tile_q / 2 : tile_q;
-// Columns of dQ at a time: fewer where dK, dV and dQ together would leave too few registers.
-constexpr int kept_floats = tile_kv * (head_dim_tile + head_dim_v_tile) / n_threads;
-constexpr bool halves_dQ = kept_floats + tile_q * head_dim_tile / n_threads > 160 && head_dim_tile % 128 == 0;
-constexpr int step_d = halves_dQ ? head_dim_tile / 2 : head_dim_tile;
 using OfScores = Share<tile_kv, step_q>;   // S^T, dP^T
 using OfK = Share<tile_kv, head_dim_tile>;
 using OfV = Share<tile_kv, head_dim_v_tile>;
@@ -127,6 +123,7 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
   };
   ElemTile<tile_kv, tile_q>&dS_smem = smem.of_scores[0], &P_smem = smem.of_scores[keeps_P ? 0 : 1];
 
+  const Global<float> dQ_tiles(args.workspace[SLOT_DQ]);
   OfK dK;
   OfV dV;
   dK.clear();
@@ -200,13 +197,14 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
         store_scores(S, P_smem, first, place, lane);
       }
     }
+    const i64 tile_number = query_tile_number(args, seq, at.h, i0);
     if (deterministic && thread == 0) {
-      my_turn = turn_index(args, seq, at.h, i0);
+      my_turn = tile_number;
       const i32 last = smallest(i0 + tile_q, seq.len_q) - 1;
       Global<i32>(args.workspace[SLOT_TURNS])
           .wait_for(my_turn, j0 / tile_kv - visible_keys(args, seq, i0, last).begin / tile_kv);
     }
-    block_sync();   // P and dS are there; in turn, everyone before has added to this tile of dQ_sum
+    block_sync();   // P and dS are there; in turn, everyone before has added to this tile of dQ
 
     if constexpr (!keeps_P) {
       for (auto& dO : smem.dO[stage]) multiply(dV, P_smem, dO, warp, lane);
@@ -214,11 +212,10 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
     }
 #pragma unroll 1
     for (int d0 = 0; d0 < head_dim_tile; d0 += step_d) {
-      Share<tile_q, step_d> dQ;
+      OfQ dQ;
       dQ.clear();
       multiply_columns(dQ, dS_smem, smem.K, d0, warp, lane);
-      add_share(dQ, args.dQ_sum.data, query_rows(args.dQ_sum, seq, at.h, i0, seq.len_q, args.head_dim, d0),
-                warp, lane);
+      add_pieces(dQ, dQ_tiles, dQ_index(tile_number, d0), thread);
     }
 
     if constexpr (wants_dalibi || dbias_case == 2)

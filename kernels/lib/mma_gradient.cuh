@@ -174,6 +174,7 @@ DEVICE TileSource key_rows(const Tensor& tensor, const Sequence& seq, i64 h_k, i
 constexpr int SLOT_DALIBI = 0;   // workspace: float [slots of key tiles, heads], one part of dalibi_slopes each
 constexpr int SLOT_DBIAS = 1;    // workspace: float [batch, heads, len_k], dbias summed over the queries
 constexpr int SLOT_TURNS = 2;    // workspace: i32 [heads, slots of query tiles], blocks that have added
+constexpr int SLOT_DQ = 3;       // workspace: float [heads, slots of query tiles, ...], sums of dQ as OfQ holds them
 
 // A lane's sums over the queries of one head.
 template <class Part> struct HeadSums {
@@ -223,8 +224,17 @@ DEVICE void store_sums(const Args& args, const KeyTile& own, i64 h, const HeadSu
   }
 }
 
-// Where the number of blocks that have added to dQ_sum of query tile i0 is counted.
-DEVICE i64 turn_index(const Args& args, const Sequence& seq, i64 h, i32 i0) {
+// Which of all query tiles of all heads this is: where its turn is counted and its part of dQ_tiles lies.
+DEVICE i64 query_tile_number(const Args& args, const Sequence& seq, i64 h, i32 i0) {
   const i64 slot = is_packed ? seq.q_row0 / tile_q + seq.b : seq.b * ceil_div(args.len_q, tile_q);
   return h * n_slots(args, args.len_q, tile_q) + slot + i0 / tile_q;
 }
+
+// Columns of dQ at a time: fewer where dK, dV and dQ together would leave too few registers.
+constexpr int kept_floats = tile_kv * (head_dim_tile + head_dim_v_tile) / n_threads;
+constexpr bool halves_dQ = kept_floats + tile_q * head_dim_tile / n_threads > 160 && head_dim_tile % 128 == 0;
+constexpr int step_d = halves_dQ ? head_dim_tile / 2 : head_dim_tile;
+using OfQ = Share<tile_q, step_d>;
+
+// Index in dQ_tiles of column d0 of a query tile.
+DEVICE i64 dQ_index(i64 tile_number, int d0) { return (tile_number * head_dim_tile + d0) * tile_q; }

@@ -249,6 +249,31 @@ DEVICE void add_share(Part& part, void* data, const TileSource& target, int warp
   }
 }
 
+// Sums in memory as the warps hold a share: 16 bytes of every thread side by side, piece after piece, so that a
+// warp touches whole lines.  first: index of the share's first number.
+template <class Part> DEVICE i64 piece_index(i64 first, int a, int c, int thread) {
+  return first + ((a * Part::n + c) * n_threads + thread) * 4;
+}
+template <class Part> DEVICE void add_pieces(const Part& part, const Global<float>& to, i64 first, int thread) {
+#pragma unroll
+  for (int a = 0; a < Part::row_blocks; ++a)
+#pragma unroll
+    for (int c = 0; c < Part::n; ++c) {
+      const float(&x)[4] = part.at[a][c];
+      add_chunk(to, piece_index<Part>(first, a, c, thread), Vec16<float>{{x[0], x[1], x[2], x[3]}});
+    }
+}
+template <class Part> DEVICE void load_pieces(Part& part, const Global<float>& from, i64 first, int thread) {
+#pragma unroll
+  for (int a = 0; a < Part::row_blocks; ++a)
+#pragma unroll
+    for (int c = 0; c < Part::n; ++c) {
+      const Vec16<float> x = from.template load_as<Vec16<float>>(piece_index<Part>(first, a, c, thread));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) part.at[a][c][e] = x.item[e];
+    }
+}
+
 // target = part * scale; rows from `existing` on are 0 whatever the part holds.
 template <class To, class Part>
 DEVICE void store_share(Part& part, float scale, void* data, const TileSource& target, i32 existing, int warp,
