@@ -38,7 +38,8 @@ static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes,
               "fwd_10_persistent: MappedArgs and launch.py disagree");
 
 constexpr bool stores_by_tma = sizeof(out_elem) == 2;
-constexpr bool trusts = !has_dropout;   // that the maximum stays, until a sum says otherwise
+constexpr bool shares_Q = is_persistent && !has_o_buffer;   // O lies where the next Q will
+constexpr bool trusts = !has_dropout && !looks_ahead;   // that the maximum stays, till a sum says otherwise
 
 // ---- a warpgroup that multiplies: 64 rows of the query tile
 
@@ -58,6 +59,7 @@ struct Consumer {
   u32 Q[keeps_Q ? head_dim_tile / 16 : 1][4];
   u32 P[tile_kv / 16][4];   // weights of the tile whose P V is due
   RowState state;
+  bool used_Q;              // of this query tile: it has keys
   Range plain;              // tiles that all 64 rows see as a whole
 
   DEVICE void run() {
@@ -81,7 +83,8 @@ struct Consumer {
     const Range all = tiles_of(keys_of_rows(args, seq, own.i0, own.i0 + tile_q));
     O.clear();
     state = no_keys_yet();
-    if (all.begin == all.end) return;
+    used_Q = all.begin < all.end;
+    if (!used_Q) return;
     rules = rules_of(args, seq, own.h);
     Range mine = tiles_of(keys_of_rows(args, seq, i0, i0 + 64));
     if (mine.begin == mine.end) mine = {all.begin, all.begin};
@@ -236,10 +239,12 @@ struct Consumer {
       release_K();
     }
   }
-  // S -> P, with a look for the maximum; shrink: of what was summed before.
+  // S -> weights, with a look for the maximum; shrink: of what was summed before.
   DEVICE void soften(i32 i0, i32 j0, Fragment<tile_kv>& S, acc (&shrink)[n_rows]) {
     soften_lazily(S, state, shrink, rules.late_scale);
     if constexpr (has_dropout) drop(rules.dropout, S, i0 - 64 * group + warp_row, j0, lane);
+  }
+  DEVICE void keep_weights(Fragment<tile_kv>& S) {
 #pragma unroll
     for (int k = 0; k < tile_kv / 16; ++k) repack(P[k], S.at[0][2 * k], S.at[0][2 * k + 1]);
   }
@@ -251,6 +256,7 @@ struct Consumer {
     change<tests>(seq, i0, j0, S);
     acc shrink[n_rows];
     soften(i0, j0, S, shrink);
+    keep_weights(S);
   }
 
   template <Tests tests> DEVICE void step(const Sequence& seq, i32 i0, i32 j0) {
@@ -260,29 +266,38 @@ struct Consumer {
     wgmma_wait<1>();   // S is there; K has been read
     if constexpr (!asks_blocks) release_K();
     change<tests>(seq, i0, j0, S);
-    acc sum[n_rows] = {TRUSTED_SUM};
+    acc sum[n_rows] = {TRUSTED_SUM}, shrink[n_rows];
     u32 weights[tile_kv / 16][4];
-    if constexpr (trusts && overlaps) {
+    if constexpr (trusts && weighs_ahead) {
       weigh(S, state, rules.late_scale, weights, sum);
       hold_before_wait(state.l[0] + state.l[1] + sum[0] + sum[1], smem.Q_full.address(0, 0));
+    }
+    if constexpr (looks_ahead) {
+      soften(i0, j0, S, shrink);
+      hold_before_wait(state.l[0] + state.l[1], smem.Q_full.address(0, 0));
     }
     wgmma_wait<0>();   // O has the tile before; V has been read, and P may be written
     release_V();
 #pragma unroll
     for (int n = 0; n < head_dim_v_tile / 2; ++n) pin(registers_of(O)[n]);
-    if constexpr (trusts && !overlaps) weigh(S, state, rules.late_scale, P, sum);
+    if constexpr (looks_ahead) {
+      rescale_moved(O, shrink);
+      keep_weights(S);
+      return;
+    }
+    if constexpr (trusts && !weighs_ahead) weigh(S, state, rules.late_scale, P, sum);
     if (trusts && are_trusted(sum)) {
 #pragma unroll
       for (int r = 0; r < n_rows; ++r) state.l[r] += sum[r];
-      if constexpr (overlaps)
+      if constexpr (weighs_ahead)
 #pragma unroll
         for (int k = 0; k < tile_kv / 16; ++k)
 #pragma unroll
           for (int n = 0; n < 4; ++n) P[k][n] = moved(weights[k][n]);
     } else {
-      acc shrink[n_rows];
       soften(i0, j0, S, shrink);
       rescale(O, shrink);
+      keep_weights(S);
     }
   }
 
@@ -299,7 +314,8 @@ struct Consumer {
     finish(args, own, results, O, state, own.i0 + warp_row, lane);
     const i32 i0 = own.i0 + 64 * group;
     const bool is_whole = !is_packed || i0 + 64 <= own.seq.rows_q;   // TMA would write on into the next sequence
-    const bool by_tma = stores_by_tma && is_mapped(args, args.maps.O) && is_whole;
+    const bool is_mine = !shares_Q || used_Q;                        // the next Q may be on its way to this place
+    const bool by_tma = stores_by_tma && is_mapped(args, args.maps.O) && is_whole && is_mine;
     if (by_tma) {
       if (!has_o_buffer && head_dim_tile != head_dim_v_tile)
         barrier_sync(1 + n_groups, n_threads);   // O's rows overlap other groups' rows of Q: all have used it
@@ -321,7 +337,7 @@ struct Consumer {
         bulk_commit();
       }
       if (is_persistent) mbarrier_arrive(smem.work_empty.address(0, work_at.stage));
-      if (is_persistent && !has_o_buffer) {
+      if (shares_Q && used_Q) {
         bulk_wait_read<0>();
         mbarrier_arrive(smem.Q_empty.address(0, 0));   // O has been read: Q may take its place
       }

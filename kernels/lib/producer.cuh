@@ -3,7 +3,7 @@
 // The warp takes query tiles (lib/work.cuh), announces each to the consumers, and copies its Q, then K and V
 // of every key tile that some row may see, K one tile ahead of V: the order in which they are used.  It runs
 // ahead of the consumers, into the next query tile too, as far as stages are empty.
-// All 32 lanes walk, lane 0 acts.
+// All 32 lanes walk, lane 0 waits and acts: another that waited for itself could miss two phases of a barrier.
 #pragma once
 #include "barrier.cuh"
 #include "blocks.cuh"
@@ -70,17 +70,16 @@ struct Producer {
   DEVICE void run() {
     Work work = taken(blockIdx.x);
     while (true) {
-      work_at.wait_empty(smem.work_empty);   // consumers are done with the tile before the last
       if (lane == 0) {
+        work_at.wait_empty(smem.work_empty);   // consumers are done with the tile before the last
         smem.work(0, work_at.stage) = work;
         mbarrier_arrive(smem.work_full.address(0, work_at.stage));
       }
       work_at.next();
       if (work.i0 == NO_WORK) break;
-      const u32 asked = ask();   // early: the answer comes from memory
       load(query_tile_of(args, work));
       if (!is_persistent) break;
-      work = taken(next_of(asked));
+      work = taken(next_of(ask()));   // not before: who takes a tile early keeps others from it
     }
   }
 
@@ -116,8 +115,8 @@ struct Producer {
       return j0 >= tiles.begin * tile_kv ? j0 : NO_TILE;
     };
     if (tiles.begin == tiles.end) return;
-    Q_at.wait_empty(smem.Q_empty);   // consumers have used the last tile's Q (and, Together, stored its O)
     if (lane == 0) {
+      Q_at.wait_empty(smem.Q_empty);   // consumers have used the Q that was here (and, Together, stored O)
       const u32 full = smem.Q_full.address(0, Q_at.stage);
       mbarrier_arrive_expect(full, smem.Q[0].n_bytes);
       smem.Q[Q_at.stage].load(args.maps.Q, full, static_cast<i32>(own.seq.q_row0) + own.i0, own.h,
@@ -134,14 +133,15 @@ struct Producer {
   }
 
   DEVICE void load_K(const QueryTile& own, const Walk& walk, i32 j0) {
-    K_at.wait_empty(smem.K_empty);   // every consumer has multiplied by the tile that was here
     const u32 full = smem.K_full.address(0, K_at.stage);
-    if (j0 != NO_TILE) smem.fill_blocks(walk, j0, lane, K_at.stage);
-    if (has_block_mask) {
-      if (lane == 0) smem.j0(0, K_at.stage) = j0;
-      warp_sync();   // the kept blocks are written: lane 0 may announce them
+    if (lane == 0) K_at.wait_empty(smem.K_empty);   // every consumer has multiplied by the tile that was here
+    if (asks_blocks && j0 != NO_TILE) {
+      warp_sync();   // the stage is empty: its kept blocks may be written
+      smem.fill_blocks(walk, j0, lane, K_at.stage);
+      warp_sync();   // they are: lane 0 may announce them
     }
     if (lane == 0) {
+      if (has_block_mask) smem.j0(0, K_at.stage) = j0;
       if (j0 == NO_TILE) {
         mbarrier_arrive(full);
       } else {
@@ -154,17 +154,18 @@ struct Producer {
   }
 
   DEVICE void load_V(const QueryTile& own, i32 j0) {
-    V_at.wait_empty(smem.V_empty);   // every consumer has multiplied by the tile that was here
     auto& V = smem.V[V_at.stage];
     const u32 full = smem.V_full.address(0, V_at.stage);
     const bool mends = reads_past_end && j0 + tile_kv > own.seq.len_k;
     const u32 landed = mends ? smem.V_landed.address(0, 0) : full;
     if (lane == 0) {
+      V_at.wait_empty(smem.V_empty);   // every consumer has multiplied by the tile that was here
       mbarrier_arrive_expect(landed, V.n_bytes);
       V.load(args.maps.V, landed, static_cast<i32>(own.seq.k_row0) + j0, own.h_k, own.seq.array_b);
     }
     if (mends) {   // rows of others meet weights of 0, and 0 x NaN is NaN
-      landed_at.wait_full(smem.V_landed);
+      if (lane == 0) landed_at.wait_full(smem.V_landed);   // the tile is there, as it came
+      warp_sync();                                         // as above, for all lanes
       landed_at.next();
       V.clear_rows(own.seq.len_k - j0, lane, 32);
       fence_async_shared();

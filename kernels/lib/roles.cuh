@@ -12,7 +12,7 @@ static_assert(n_warps % 4 == 0 && n_groups >= 1 && n_groups <= 4, "roles: 1 to 4
 
 // Registers of a thread by setmaxnreg.  The block starts with 65536 / threads, rounded down to a multiple of
 // 8, for everyone; what the producer gives back the consumers share.
-constexpr bool is_busy = has_block_mask || is_packed;   // the producer looks for its tiles
+constexpr bool is_busy = has_block_mask || is_packed || has_key_lengths;   // the producer has more to know
 constexpr int producer_registers =
     n_groups == 1 ? 56 : n_groups == 2 ? (is_busy ? 40 : 24) : n_groups == 3 ? 32 : 24;
 constexpr int consumer_registers =

@@ -16,7 +16,8 @@ constexpr bool asks_for_work = CUFLASH_PERSISTENT == 2;  // who asks first gets 
 constexpr bool has_o_buffer = CUFLASH_O_BUFFER;          // O has a tile of its own; else Q's
 constexpr int q_stages = CUFLASH_Q_STAGES;               // tiles of Q at once: the next comes early
 constexpr bool keeps_Q = CUFLASH_Q_IN_REGISTERS;         // and multiplies from there; else from shared memory
-constexpr bool overlaps = CUFLASH_OVERLAP;               // weights are made while the P V before runs
+constexpr bool weighs_ahead = CUFLASH_OVERLAP == 1;      // weights are made while the P V before runs, unseen
+constexpr bool looks_ahead = CUFLASH_OVERLAP == 2;       // the same, with a look for the maximum
 constexpr bool only_scales = CUFLASH_LATE;               // by a positive number: it waits for the softmax
 
 #undef CUFLASH_PERSISTENT
