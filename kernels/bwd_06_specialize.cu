@@ -136,47 +136,49 @@ struct Consumer : KeyGroup<Smem, held_steps> {
     }
   }
 
-  // Step n + 1's S and dP run under step n's arithmetic.
+  // Step n + 1's S and dP run under step n's arithmetic: its dQ comes a step late.
   DEVICE void run_ahead(QueryWalk<Walk>& at) {
     HeldRow held;   // lse or delta, on their way while a product runs
     ask_scores(0, at.i0);
     wgmma_wait<1>();   // S
     soften(0, at);
-    wgmma_wait<0>();   // dP
+    ask_dV(0);
+    wgmma_wait<1>();   // dP
     differentiate(0, at);
-    i64 place = place_of(args, seq, at.h, at.i0), place_before = place;
+    announce_dS(0);
+    ask_dK(0);
+    wgmma_wait<0>();   // dV, dK
+    release(0);
+    i64 place = place_of(args, seq, at.h, at.i0);
+    at.next();
     int n = 0;
 #pragma unroll 1
-    while (true) {
-      const int stage = n % 2;
-      announce_dS(stage);
-      ask_dV(stage);
-      ask_dK(stage);
-      if (n > 0) add(n - 1, place_before);
-      wgmma_wait<0>();
-      release(stage);
-      place_before = place;
-      at.next();
-      if (!at.exists()) break;
+    for (; at.exists(); at.next(), ++n) {
+      const int stage = n % 2, next = stage ^ 1;
       ask_scores(n + 1, at.i0);
-      if constexpr (fetches_early) held.fetch(smem.rows, 2 * (stage ^ 1), lane);
+      if constexpr (fetches_early) held.fetch(smem.rows, 2 * next, lane);
       wgmma_wait<1>();   // S
-      if constexpr (fetches_early) soften(stage ^ 1, at, held, 0);
-      else soften(stage ^ 1, at);
+      if constexpr (fetches_early) soften(next, at, held, 0);
+      else soften(next, at);
+      ask_dV(next);
       wait_dS(n);
       ask_dQ(stage);
-      if constexpr (fetches_early) held.fetch(smem.rows, 2 * (stage ^ 1) + 1, lane);
-      wgmma_wait<1>();   // dP
+      if constexpr (fetches_early) held.fetch(smem.rows, 2 * next + 1, lane);
+      wgmma_wait<2>();   // dP
       if constexpr (fetches_early) differentiate(at, held, 0);
-      else differentiate(stage ^ 1, at);
-      wgmma_wait<0>();   // dQ
+      else differentiate(next, at);
+      announce_dS(next);
+      ask_dK(next);
+      wgmma_wait<1>();   // dV, dQ
+      add(n, place);
       place = place_of(args, seq, at.h, at.i0);
-      ++n;
+      wgmma_wait<0>();   // dK
+      release(next);
     }
     wait_dS(n);
     ask_dQ(n % 2);
     wgmma_wait<0>();
-    add(n, place_before);
+    add(n, place);
   }
 
   // A step at a time, where dK and dV leave no registers for the next.
