@@ -79,6 +79,7 @@ class Tile:
     longest: int | None = None  # len_k it is meant for, at most
     most_queries: int | None = None  # len_q it is meant for, at most; not for packed sequences
     whole_blocks: bool = False  # only problems with a block mask whose blocks are whole tiles
+    plain: bool = False  # only problems whose scores are scaled products, hidden by position alone
 
     def head_dim(self, size: int) -> int:
         """What CUFLASH_HEAD_DIM becomes for a head_dim: its class, or the chunk it is walked in."""
@@ -101,6 +102,9 @@ class Tile:
             block = problem.block_mask
             if block is None or block[0] % self.tile_q or block[1] % self.tile_kv:
                 return False
+        modifies = problem.softcap is not None or problem.has_alibi or problem.bias is not None
+        if self.plain and (modifies or problem.has_mask or problem.block_mask or problem.dropout is not None):
+            return False
         widest = max(problem.head_dim, problem.head_dim_v)
         return ITEMSIZE[problem.dtype] in self.itemsizes and (self.up_to is None or widest <= self.up_to)
 

@@ -223,7 +223,7 @@ BWD_06 = Row(
     False,
     90,
     (
-        Tile(128, 128, 12, 2, up_to=64, least=64),
+        Tile(128, 128, 12, 2, up_to=64, least=64, plain=True),
         Tile(64, 128, 12, 2, up_to=128, least=64),
     ),
     _steps(Step("bwd_06_specialize", _key_grid, _specialize_smem, maps=MAPS)),

@@ -50,11 +50,12 @@ DEVICE void request(const MappedArgs& args, Smem& smem, const QueryWalk<Walk>& a
   const int row = static_cast<int>(seq.q_row0) + at.i0, b = static_cast<int>(seq.array_b);
   const Global<float> rows(args.workspace[SLOT_ROWS]);
   constexpr u32 rows_bytes = 2 * tile_q * sizeof(float);
+  const i64 first_row = static_cast<i64>(place_of(args, seq, at.h, at.i0)) * 2 * tile_q;
   mbarrier_arrive_expect(smem.full(stage), smem.Q[0].n_bytes + dO_bytes + rows_bytes);
   smem.Q[stage].load(args.maps.Q, smem.full(stage), row, at.h, b);
   load_dO(args, smem, stage, smem.full(stage), at);
   bulk_load(smem.rows.address(2 * stage, 0),
-            rows.address(place_of(args, seq, at.h, at.i0) * 2 * tile_q, rows_bytes), rows_bytes,
+            rows.address(first_row, rows_bytes), rows_bytes,
             smem.full(stage));
 }
 

@@ -26,10 +26,10 @@
 #include "lib/key_group.cuh"
 
 // The next S under this step's arithmetic: where registers hold it beside dK and dV.
-constexpr bool runs_ahead = head_dim_tile + head_dim_v_tile <= 192;
+constexpr bool runs_ahead = overlaps && head_dim_tile + head_dim_v_tile <= 192;
 // lse and delta are fetched while the product runs that they wait for, where registers hold them.
 constexpr bool fetches_early = runs_ahead && tile_q == 64;
-constexpr int held_steps = keeps_weights ? 0 : head_dim_v_tile == 96 ? 6 : head_dim_v_tile == 128 ? 3 : 0;
+constexpr int held_steps = !overlaps ? 0 : head_dim_v_tile == 96 ? 6 : head_dim_v_tile == 128 ? 3 : 0;
 
 struct Tiles {
   TileK K;
@@ -74,10 +74,11 @@ DEVICE void produce(const MappedArgs& args, Smem& smem, const Own& own, const Me
     smem.fill_blocks(at.blocks, at.i0, lane, stage);
     warp_sync();   // the kept blocks are written: the arrival below says so too
     if (!elect_one()) continue;
+    const i64 first_row = static_cast<i64>(place_of(args, seq, at.h, at.i0)) * 2 * tile_q;
     mbarrier_arrive_expect(smem.Q_full(stage), smem.Q[0].n_bytes + rows_bytes);
     smem.Q[stage].load(args.maps.Q, smem.Q_full(stage), row, at.h, b);
     bulk_load(smem.rows.address(2 * stage, 0),
-              rows.address(place_of(args, seq, at.h, at.i0) * 2 * tile_q, rows_bytes), rows_bytes,
+              rows.address(first_row, rows_bytes), rows_bytes,
               smem.Q_full(stage));
     mbarrier_arrive_expect(smem.dO_full(stage), dO_bytes);
     load_dO(args, smem, stage, smem.dO_full(stage), at);
@@ -149,7 +150,7 @@ struct Consumer : KeyGroup<Smem, held_steps> {
     ask_dK(0);
     wgmma_wait<0>();   // dV, dK
     release(0);
-    i64 place = place_of(args, seq, at.h, at.i0);
+    i32 place = place_of(args, seq, at.h, at.i0);
     at.next();
     int n = 0;
 #pragma unroll 1
@@ -187,11 +188,12 @@ struct Consumer : KeyGroup<Smem, held_steps> {
     for (int n = 0; at.exists(); ++n, at.next()) {
       const int stage = n % 2;
       ask_scores(n, at.i0);
-      wgmma_wait<1>();   // S
+      wgmma_wait<overlaps>();   // S
       soften(stage, at);
-      ask_dV(stage);
-      wgmma_wait<1>();   // dP
+      if (overlaps) ask_dV(stage);
+      wgmma_wait<overlaps>();   // dP
       differentiate(stage, at);
+      if (!overlaps) ask_dV(stage);
       announce_dS(stage);
       wait_dS(n);
       ask_dQ(stage);

@@ -24,10 +24,12 @@ constexpr int dQ_cols = halves_rows ? head_dim_tile : head_dim_tile / 2;
 constexpr int K_panel = dQ_cols % 64 == 0 ? 64 : dQ_cols % 32 == 0 ? 32 : 16;   // a half is whole panels
 constexpr bool needs_tests = has_foreign_rows || dbias_case == 1;   // where pairs may be hidden, for dS
 constexpr bool rules_differ = !is_plain || has_mask || has_dropout || wants_dbias;   // from head to head
-static_assert(tile_kv == 128 && (tile_q == 64 || tile_q == 128), "key_group: two groups of 64 keys");
-
 using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;   // owns keys, walks queries
 constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::tiles_are_whole);
+// Options are worked out with no product on its way, and apart from the registers of one: what threads do each
+// for itself does not go with wgmma.
+constexpr bool overlaps = !rules_differ && !asks_blocks && !converts_dO;
+static_assert(tile_kv == 128 && (tile_q == 64 || tile_q == 128), "key_group: two groups of 64 keys");
 
 using TileK = PanelTile<tile_kv, head_dim_tile, K_panel>;
 using TileV = PanelTile<tile_kv, head_dim_v_tile>;
@@ -89,7 +91,8 @@ template <class Smem, int held_steps> struct KeyGroup {
   i32 rules_h = -1;
   OptionSums sums = {};
   float dK[head_dim_tile / 2], dV[head_dim_v_tile / 2];
-  float S[n_scores], dP[n_scores], slopes[n_scores], dQ[dQ_cols / 2];
+  float S[n_scores], dP[n_scores], dQ[dQ_cols / 2];
+  float weights[n_scores], slopes[n_scores];   // where options ask for them
   u32 P[tile_q / 16][4], dS[tile_q / 16][4], V[held_steps + 1][4];
   KeptWeights kept = {};
 
@@ -108,10 +111,15 @@ template <class Smem, int held_steps> struct KeyGroup {
 #pragma unroll
     for (int i = 0; i < n; ++i) x[i] = 0;
   }
+  template <int n> DEVICE static void copy(float (&to)[n], const float (&from)[n]) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) to[i] = from[i];
+  }
 
   // ---- the products: asked for here, there after a wgmma_wait
 
   DEVICE void ask_S(int stage) {
+    if constexpr (!overlaps) clear(S);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < head_dim_tile / 16; ++k)
@@ -119,6 +127,7 @@ template <class Smem, int held_steps> struct KeyGroup {
     wgmma_commit();
   }
   DEVICE void ask_dP(int stage) {
+    if constexpr (!overlaps) clear(dP);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < head_dim_v_tile / 16; ++k) {
@@ -186,11 +195,13 @@ template <class Smem, int held_steps> struct KeyGroup {
   template <class Rows> DEVICE void soften(int stage, const QueryWalk<Walk>& at, Rows& lse, int row) {
     enter_head(at.h);
     const auto is_kept = [&](i32 i, i32 key) { return smem.keeps(at.blocks, key, at.i0, i, stage); };
+    float(&x)[n_scores] = overlaps ? S : weights;
+    if constexpr (!overlaps) copy(weights, S);
     if (is_whole(meeting, at.i0))
-      make_weights<false>(args, rules, S, slopes, lse, row, at.i0, j, queries, lane, is_kept);
-    else make_weights<true>(args, rules, S, slopes, lse, row, at.i0, j, queries, lane, is_kept);
+      make_weights<false>(args, rules, x, slopes, lse, row, at.i0, j, queries, lane, is_kept);
+    else make_weights<true>(args, rules, x, slopes, lse, row, at.i0, j, queries, lane, is_kept);
     if constexpr (has_dropout) kept = kept_weights_of(rules.dropout, at.i0, j, lane);
-    pack_weights(args, P, S, kept);
+    pack_weights(args, P, x, kept);
   }
 
   // dP -> dS.
@@ -198,10 +209,13 @@ template <class Smem, int held_steps> struct KeyGroup {
     differentiate(at, smem.rows, 2 * stage + 1);
   }
   template <class Rows> DEVICE void differentiate(const QueryWalk<Walk>& at, Rows& delta, int row) {
+    float own_x[n_scores];
+    float(&x)[n_scores] = overlaps ? dP : own_x;
+    if constexpr (!overlaps) copy(own_x, dP);
     if (!needs_tests || is_whole(meeting, at.i0))
-      make_gradients<false>(args, rules, dP, S, P, slopes, kept, delta, row, at.i0, j, queries, sums, lane);
-    else make_gradients<true>(args, rules, dP, S, P, slopes, kept, delta, row, at.i0, j, queries, sums, lane);
-    pack_scores(dS, dP);
+      make_gradients<false>(args, rules, x, weights, P, slopes, kept, delta, row, at.i0, j, queries, sums, lane);
+    else make_gradients<true>(args, rules, x, weights, P, slopes, kept, delta, row, at.i0, j, queries, sums, lane);
+    pack_scores(dS, x);
   }
 
   // dS -> shared memory, where the other group's dQ needs it too: the caller announces it.

@@ -37,10 +37,13 @@ DEVICE i64 all_places(const Args& args) {
   return places_per_head(args) * args.heads * (is_packed ? 1 : args.batch);
 }
 
-// The place of the tile at row i0 of head h.
-DEVICE i64 place_of(const Args& args, const Sequence& seq, i64 h, i32 i0) {
-  if constexpr (is_packed) return h * places_per_head(args) + seq.q_row0 / tile_q + seq.b + i0 / tile_q;
-  return (seq.b * args.heads + h) * places_per_head(args) + i0 / tile_q;
+// The place of the tile at row i0 of head h.  Fewer than 2^31: they are the blocks of a grid.
+DEVICE i32 place_of(const Args& args, const Sequence& seq, i64 h, i32 i0) {
+  const u32 per_head = static_cast<u32>(places_per_head(args)), tile = static_cast<u32>(i0) / tile_q;
+  if constexpr (is_packed)
+    return static_cast<i32>(static_cast<u32>(h) * per_head + static_cast<u32>(seq.q_row0) / tile_q +
+                            static_cast<u32>(seq.b) + tile);
+  return static_cast<i32>(static_cast<u32>(seq.b * args.heads + h) * per_head + tile);
 }
 
 // The tile at a place: the reverse.
