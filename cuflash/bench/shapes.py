@@ -329,9 +329,11 @@ def _options(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Sui
 
 
 def _ladder(sizes: Sizes, place: str, dtype: str, which: dict[str, Any]) -> Suite:
-    """Every rung on one problem that the slowest can still do in a second or two."""
-    both = ("forward", "backward")
-    shapes = grid(both, sizes, head_dims=(64, 128), lengths=(4096,), dtype=dtype, tokens=8192)
+    """Every rung on problems that the slowest can still do in a second or two."""
+    both, one = ("forward", "backward"), {"lengths": (4096,), "dtype": dtype, "tokens": 8192}
+    shapes = grid(both, sizes, head_dims=(64, 128), **one)
+    if sizes.head_dims is None:
+        shapes += grid(both, sizes, head_dims=(256,), causal=(False,), **one)
     return Suite("", shapes, ladder=True)
 
 
