@@ -256,7 +256,7 @@ def by_rung(name: str, found: Sequence[Record]) -> str:
     parts = [
         caption(cells),
         "TFLOP/s, and percent of the best matmul of the same rounds. Predicted: written down before the rung "
-        "was timed, for head_dim 128 without a mask (`ladder.json`). Limiter: of the profile, if there is one.",
+        "was timed, for head_dim 128, no mask (`ladder.json`). Limiter: of the profile, where there is one.",
     ]
     for direction, table in (("forward", rows.FORWARD), ("backward", rows.BACKWARD)):
         own = [cell for cell in cells if cell[0]["shape"]["direction"] == direction]
