@@ -77,16 +77,11 @@ KERNEL(n_threads, 1) bwd_03_mma(const __grid_constant__ Args args) {
       S.clear();
       dP.clear();
       multiply_rows(S, smem.K, smem.Q, 0, warp, lane);
+      weigh(S, smem.of_rows, 0, scale_log2, 0, warp, lane);
       for (auto& dO : smem.dO) multiply_rows(dP, smem.V, dO, 0, warp, lane);
-
-      const auto is_kept = [](i32, i32) { return true; };
-      const auto visit = [](int, i32, i32, acc) {};
-      if (is_fully_visible(args, seq, i0, i0 + tile_q, j0, j0 + tile_kv))
-        share_gradient<false>(args, smem.of_rows, 0, S, dP, seq, rules, scale_log2, i0, 0, j0, warp, lane,
-                              is_kept, visit);
-      else
-        share_gradient<true>(args, smem.of_rows, 0, S, dP, seq, rules, scale_log2, i0, 0, j0, warp, lane,
-                             is_kept, visit);
+      differentiate(S, dP, smem.of_rows, 0, 0, warp, lane);
+      if (!is_fully_visible(args, seq, i0, i0 + tile_q, j0, j0 + tile_kv))
+        hide(args, S, dP, seq, rules, i0, 0, j0, warp, lane, [](i32, i32) { return true; });
       store_scores(S, smem.P, 0, warp, lane);
       store_scores(dP, smem.dS, 0, warp, lane);
       block_sync();   // P and dS are there

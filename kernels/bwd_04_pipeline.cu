@@ -177,18 +177,24 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
         else
           for (auto& dO : smem.dO[stage]) multiply_rows(mine, smem.V, dO, first, half_warp, lane);
         smem.trade(mine, S, dP, warp, lane);
+        if constexpr (is_plain) weigh(S, smem.of_rows, stage, scale_log2, first, place, lane);
       } else {
         S.clear();
         dP.clear();
         multiply_rows(S, smem.K, smem.Q[stage], first, warp, lane);
+        if constexpr (is_plain) weigh(S, smem.of_rows, stage, scale_log2, first, warp, lane);
         for (auto& dO : smem.dO[stage]) multiply_rows(dP, smem.V, dO, first, warp, lane);
       }
-      if (full)
-        share_gradient<false>(args, smem.of_rows, stage, S, dP, seq, rules, scale_log2, i0, first, j0, place,
-                              lane, is_kept, visit);
-      else
-        share_gradient<true>(args, smem.of_rows, stage, S, dP, seq, rules, scale_log2, i0, first, j0, place,
-                             lane, is_kept, visit);
+      if constexpr (is_plain) {
+        differentiate(S, dP, smem.of_rows, stage, first, place, lane);
+        if (!full) hide(args, S, dP, seq, rules, i0, first, j0, place, lane, is_kept);
+      } else if (full) {
+        share_gradient<false>(args, smem.of_rows, stage, S, dP, seq, rules, i0, first, j0, place, lane, is_kept,
+                              visit);
+      } else {
+        share_gradient<true>(args, smem.of_rows, stage, S, dP, seq, rules, i0, first, j0, place, lane, is_kept,
+                             visit);
+      }
       store_scores(dP, dS_smem, first, place, lane);
       if constexpr (keeps_P) {
         for (auto& dO : smem.dO[stage]) multiply_own(dV, S, dO, first, warp, lane);

@@ -42,6 +42,7 @@ template <int stages> struct TileNumbers {
         if (pair.item[e] == NEG_INF) pair.item[e] = -NEG_INF;
     return pair;
   }
+  DEVICE Pack<float, 2> delta_of(int stage, int row) { return delta.template as<Pack<float, 2>>(stage, row); }
 };
 
 // Bits 2h + e: is the weight of (column e, row half h) of this lane kept?  Philox gives 4 neighbouring keys
@@ -56,12 +57,59 @@ DEVICE u32 dropout_keeps_piece(const Dropout& dropout, i32 i, i32 j_first, int l
   return (bits & 1) | (bits >> 3 & 2) | (bits >> 6 & 4) | (bits >> 9 & 8);
 }
 
-// S <- P, dP <- dS.  i0: of column 0, j0: of the tile.  tests: some element may be hidden; is_kept(i, j) is
-// the block mask.  visit(r, i, j, d_score): called for every visible element; r is the lane's row.
+// What is_plain builds do, in three steps.  The first needs no dP, so it runs under the product that makes it;
+// the last is for tiles with hidden elements alone.
+
+// S <- P, of columns `first` on.
+template <class Part, class Numbers>
+DEVICE void weigh(Part& S, Numbers& numbers, int stage, float scale_log2, int first, int warp, int lane) {
+#pragma unroll
+  for (int c = 0; c < Part::n; ++c) {
+    const Pack<float, 2> lse = numbers.lse_of(stage, first + Part::col(warp, lane, c));
+#pragma unroll
+    for (int a = 0; a < Part::row_blocks; ++a)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        S.at[a][c][e] = exp2_approx(S.at[a][c][e] * scale_log2 - lse.item[e % 2]);
+  }
+}
+// dP <- dS.
+template <class Part, class Numbers>
+DEVICE void differentiate(const Part& P, Part& dP, Numbers& numbers, int stage, int first, int warp, int lane) {
+#pragma unroll
+  for (int c = 0; c < Part::n; ++c) {
+    const Pack<float, 2> delta = numbers.delta_of(stage, first + Part::col(warp, lane, c));
+#pragma unroll
+    for (int a = 0; a < Part::row_blocks; ++a)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dP.at[a][c][e] = P.at[a][c][e] * (dP.at[a][c][e] - delta.item[e % 2]);
+  }
+}
+// P, dS <- 0 where hidden.  i0, j0: of the tiles; is_kept(i, j) is the block mask.
+template <class Part, class Kept>
+DEVICE void hide(const Args& args, Part& P, Part& dS, const Sequence& seq, const HeadRules& rules, i32 i0,
+                 int first, i32 j0, int warp, int lane, Kept is_kept) {
+#pragma unroll
+  for (int r = 0; r < Part::n_rows; ++r) {
+    const i32 j = j0 + Part::row(warp, lane, r);
+    const Range queries = visible_queries(args, seq, j, j);
+#pragma unroll
+    for (int c = 0; c < Part::n; ++c)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const i32 i = i0 + first + Part::col(warp, lane, c) + e;
+        const Range keys = {0, i >= queries.begin && i < queries.end ? 0x7fffffff : 0};
+        if (!(visible(args, rules.masking, keys, i, j) && is_kept(i, j)))
+          P.of_row(r, c, e) = 0, dS.of_row(r, c, e) = 0;
+      }
+  }
+}
+
+// All three for every option.  tests: some element may be hidden.
+// visit(r, i, j, d_score): called for every visible element; r is the lane's row.
 template <bool tests, class Part, class Numbers, class Kept, class Visit>
 DEVICE void share_gradient(const Args& args, Numbers& numbers, int stage, Part& S, Part& dP,
-                           const Sequence& seq, const HeadRules& rules, float scale_log2, i32 i0, i32 first,
-                           i32 j0, int warp, int lane, Kept is_kept, Visit visit) {
+                           const Sequence& seq, const HeadRules& rules, i32 i0, i32 first, i32 j0, int warp, int lane, Kept is_kept, Visit visit) {
   Range queries[Part::n_rows];
 #pragma unroll
   for (int r = 0; r < Part::n_rows; ++r) {
@@ -72,7 +120,7 @@ DEVICE void share_gradient(const Args& args, Numbers& numbers, int stage, Part& 
   for (int c = 0; c < Part::n; ++c) {
     const int col = first + Part::col(warp, lane, c);
     const Pack<float, 2> lse = numbers.lse_of(stage, col);
-    const Pack<float, 2> delta = numbers.delta.template as<Pack<float, 2>>(stage, col);
+    const Pack<float, 2> delta = numbers.delta_of(stage, col);
 #pragma unroll
     for (int a = 0; a < Part::row_blocks; ++a) {
       u32 keeps = ~0u;
@@ -86,14 +134,9 @@ DEVICE void share_gradient(const Args& args, Numbers& numbers, int stage, Part& 
         Gradient gradient = {};
         const bool is_inside = !tests || (i >= queries[r].begin && i < queries[r].end);
         if (!tests || (visible(args, rules.masking, {0, is_inside ? 0x7fffffff : 0}, i, j) && is_kept(i, j))) {
-          if constexpr (is_plain) {
-            gradient.P = exp2_approx(score * scale_log2 - lse.item[e % 2]);
-            gradient.dS = gradient.P * (dscore - delta.item[e % 2]);
-          } else {
-            gradient = gradient_of(args, rules, lse.item[e % 2], delta.item[e % 2], score, dscore,
-                                   keeps >> e & 1, i, j);
-            visit(r, i, j, gradient.d_score);
-          }
+          gradient = gradient_of(args, rules, lse.item[e % 2], delta.item[e % 2], score, dscore,
+                                 keeps >> e & 1, i, j);
+          visit(r, i, j, gradient.d_score);
         }
         score = gradient.P;
         dscore = gradient.dS;

@@ -193,18 +193,18 @@ template <class Half> struct Trade {
 // ---- results
 
 // tile[j][first + i] = part, in 16 bits.  The caller synchronises.
+// A lane's rows have one key, and chunks of its pieces differ from its first in other bits than those of the
+// warp: an address is one xor with a constant.
 template <class Part, int rows, int cols>
 DEVICE void store_scores(Part& part, XorTile<rows, cols>& tile, int first, int warp, int lane) {
+  const int row0 = Part::row(warp, lane, 0), col0 = first + Part::col(warp, lane, 0);
+  const int chunk0 = col0 / 8 ^ tile.key(row0);
 #pragma unroll
-  for (int r = 0; r < Part::n_rows; ++r) {
-    const int row = Part::row(warp, lane, r), key = tile.key(row);
+  for (int c = 0; c < Part::n; ++c)
 #pragma unroll
-    for (int c = 0; c < Part::n; ++c) {
-      const int col = first + Part::col(warp, lane, c);
-      tile.cells.template as<u32>(row, (col / 8 ^ key) * 8 + col % 8) =
+    for (int r = 0; r < Part::n_rows; ++r)
+      tile.cells.template as<u32>(row0 + Part::row(0, 0, r), (chunk0 ^ Part::col(0, 0, c) / 8) * 8 + col0 % 8) =
           pack<elem>(part.of_row(r, c, 0), part.of_row(r, c, 1));
-    }
-  }
 }
 
 // target += part, atomically.  Lanes 2n and 2n + 1 exchange halves of two neighbouring pieces: each has 4

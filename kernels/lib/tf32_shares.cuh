@@ -42,7 +42,7 @@ DEVICE void request_tile(FloatTile<rows, cols>& tile, const void* data, const Ti
   const Global<float> from(const_cast<void*>(data));
   constexpr int chunks = cols / 4, n = rows * chunks;
   const int first = opaque(thread);
-#pragma unroll 4
+#pragma unroll 2
   for (int at = first; at < n; at += n_threads) {
     const int row = at / chunks, d = at % chunks * 4;
     const i64 index = source.base + row * source.stride + d;
@@ -59,62 +59,85 @@ DEVICE void request_tile(FloatTile<rows, cols>& tile, const void* data, const Ti
 
 // ---- operands in two parts
 
+constexpr u32 TF32_BITS = 0xffffe000u, TF32_HALF = 0x1000u;   // mma ignores the other bits
+
+// x = high + low.  One product: high alone, rounded.
 template <int n> struct Parts {
   u32 high[n], low[n];
-  DEVICE void operator()(const float (&x)[n]) {
+  DEVICE explicit Parts(const u32 (&x)[n]) {
 #pragma unroll
     for (int e = 0; e < n; ++e) {
-      high[e] = to_tf32(x[e]);
-      if constexpr (is_three_products) low[e] = to_tf32(x[e] - __builtin_bit_cast(float, high[e]));
+      high[e] = x[e] + TF32_HALF;
+      if constexpr (is_three_products) {
+        high[e] &= TF32_BITS;
+        low[e] =
+            __builtin_bit_cast(u32, __builtin_bit_cast(float, x[e]) - __builtin_bit_cast(float, high[e]));
+      }
     }
   }
-  DEVICE void operator()(const u32 (&bits)[n]) {
-    float x[n];
+};
+DEVICE u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
+
+// A sum under way.  Of three products the small ones are summed apart, and the large ones in chains.
+template <class Result> struct Chain {
+  Result large, small;
+  DEVICE Chain() {
+    large.clear();
+    if constexpr (is_three_products) small.clear();
+  }
+  // result += what has been summed; last: the small products too.
+  DEVICE void flush(Result& result, bool is_last) {
 #pragma unroll
-    for (int e = 0; e < n; ++e) x[e] = __builtin_bit_cast(float, bits[e]);
-    (*this)(x);
+    for (int a = 0; a < Result::row_blocks; ++a)
+#pragma unroll
+      for (int c = 0; c < Result::n; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (is_three_products && is_last) large.at[a][c][e] += small.at[a][c][e];
+          result.at[a][c][e] += large.at[a][c][e];
+          large.at[a][c][e] = 0;
+        }
   }
 };
+constexpr int chain_steps = 4;   // of 8
 
 // The pieces of a share, n of them from `first` on, times a step of 8: B has two numbers for each piece.
 template <class Result, int n>
-DEVICE void multiply_parts(Result& result, int first, const Parts<4> (&A)[Result::row_blocks],
-                           const Parts<2 * n>& B) {
+DEVICE void multiply_parts(Chain<Result>& chain, int first, const u32 (&A)[Result::row_blocks][4],
+                           const u32 (&B)[2 * n]) {
+  const Parts<2 * n> b(B);
 #pragma unroll
-  for (int a = 0; a < Result::row_blocks; ++a)
+  for (int block = 0; block < Result::row_blocks; ++block) {
+    const Parts<4> a(A[block]);
 #pragma unroll
     for (int c = 0; c < n; ++c) {
-      float(&d)[4] = result.at[a][first + c];
-      if constexpr (is_three_products) {   // the small ones first
-        mma_tf32_k8(d, A[a].low, B.high[2 * c], B.high[2 * c + 1]);
-        mma_tf32_k8(d, A[a].high, B.low[2 * c], B.low[2 * c + 1]);
+      if constexpr (is_three_products) {
+        float(&small)[4] = chain.small.at[block][first + c];
+        mma_tf32_k8(small, a.low, b.high[2 * c], b.high[2 * c + 1]);
+        mma_tf32_k8(small, a.high, b.low[2 * c], b.low[2 * c + 1]);
       }
-      mma_tf32_k8(d, A[a].high, B.high[2 * c], B.high[2 * c + 1]);
+      mma_tf32_k8(chain.large.at[block][first + c], a.high, b.high[2 * c], b.high[2 * c + 1]);
     }
+  }
 }
 
 // A by rows: 16 x 8 of each row block.
 template <class Result, class TileA>
-DEVICE void load_A(Parts<4> (&A)[Result::row_blocks], TileA& tile, u32 a0, int k) {
+DEVICE void load_A(u32 (&A)[Result::row_blocks][4], TileA& tile, u32 a0, int k) {
 #pragma unroll
-  for (int block = 0; block < Result::row_blocks; ++block) {
-    u32 bits[4];
-    ldmatrix_x4(bits, tile.along(a0, 2 * k) + block * 16 * TileA::cols * 4);
-    A[block](bits);
-  }
+  for (int block = 0; block < Result::row_blocks; ++block)
+    ldmatrix_x4(A[block], tile.along(a0, 2 * k) + block * 16 * TileA::cols * 4);
 }
 
-// One step of B[8 k ..][d0 + d], times A: lanes read B number by number.
+// One step of B[row0 ..][d0 + d], times A: lanes read B number by number.
 template <class Result, class TileB>
-DEVICE void multiply_down(Result& result, const Parts<4> (&A)[Result::row_blocks], TileB& B, int row0, int d0,
-                          int warp, int lane) {
+DEVICE void multiply_down(Chain<Result>& chain, const u32 (&A)[Result::row_blocks][4], TileB& B, int row0,
+                          int d0, int warp, int lane) {
 #pragma unroll
   for (int c = 0; c < Result::n; ++c) {
     const int d = d0 + Result::col(warp, 0, c) + lane / 4;
-    const float numbers[2] = {B.number(row0 + lane % 4, d), B.number(row0 + lane % 4 + 4, d)};
-    Parts<2> b;
-    b(numbers);
-    multiply_parts<Result, 1>(result, c, A, b);
+    const u32 b[2] = {bits_of(B.number(row0 + lane % 4, d)), bits_of(B.number(row0 + lane % 4 + 4, d))};
+    multiply_parts<Result, 1>(chain, c, A, b);
   }
 }
 
@@ -126,62 +149,59 @@ DEVICE void multiply_rows(Result& result, FloatTile<rows_a, depth>& A, FloatTile
   const u32 a0 = address_of_A(A, Result::first_row(warp), lane);
   const int b_lane = Result::n == 1 ? lane % 16 : lane;   // ldmatrix_x2 reads 8 rows
   const u32 b0 = address_of_B(B, b_row0 + Result::first_col(warp), b_lane);
+  Chain<Result> chain;
 #pragma unroll 4
   for (int k = 0; k < depth / 8; ++k) {
-    Parts<4> a[Result::row_blocks];
+    u32 a[Result::row_blocks][4];
     load_A<Result>(a, A, a0, k);
 #pragma unroll
     for (int pair = 0; pair < n_pairs<Result>; ++pair) {
-      u32 bits[4];
-      load_B<false, Result::n>(bits, B.along(b0, 2 * k) + pair * 16 * Result::across * depth * 4);
+      u32 b[4];
+      load_B<false, Result::n>(b, B.along(b0, 2 * k) + pair * 16 * Result::across * depth * 4);
       if constexpr (Result::n == 1) {
-        const u32 half[2] = {bits[0], bits[1]};
-        Parts<2> b;
-        b(half);
-        multiply_parts<Result, 1>(result, 0, a, b);
+        const u32 half[2] = {b[0], b[1]};
+        multiply_parts<Result, 1>(chain, 0, a, half);
       } else {
-        Parts<4> b;
-        b(bits);
-        multiply_parts<Result, 2>(result, 2 * pair, a, b);
+        multiply_parts<Result, 2>(chain, 2 * pair, a, b);
       }
     }
+    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(result, false);
   }
+  chain.flush(result, true);
 }
 
 template <class Result, int rows, int depth, int cols>
 DEVICE void multiply(Result& result, FloatTile<rows, depth>& A, FloatTile<depth, cols>& B, int warp, int lane) {
   const u32 a0 = address_of_A(A, Result::first_row(warp), lane);
-  Result of_tile;
-  of_tile.clear();
+  Chain<Result> chain;
 #pragma unroll 4
   for (int k = 0; k < depth / 8; ++k) {
-    Parts<4> a[Result::row_blocks];
+    u32 a[Result::row_blocks][4];
     load_A<Result>(a, A, a0, k);
-    multiply_down(of_tile, a, B, 8 * k, 0, warp, lane);
+    multiply_down(chain, a, B, 8 * k, 0, warp, lane);
   }
-#pragma unroll
-  for (int a = 0; a < Result::row_blocks; ++a)
-#pragma unroll
-    for (int c = 0; c < Result::n; ++c)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) result.at[a][c][e] += of_tile.at[a][c][e];
+  chain.flush(result, true);
 }
 
 template <class Result, int depth, int rows, int cols>
 DEVICE void multiply_columns(Result& result, FloatTile<depth, rows>& A, FloatTile<depth, cols>& B, int d0,
                              int warp, int lane) {
+  Chain<Result> chain;
 #pragma unroll 4
   for (int k = 0; k < depth / 8; ++k) {
-    Parts<4> a[Result::row_blocks];
+    u32 a[Result::row_blocks][4];
 #pragma unroll
     for (int block = 0; block < Result::row_blocks; ++block) {
       const int row = 8 * k + lane % 4, col = Result::first_row(warp) + block * 16 + lane / 4;
-      const float numbers[4] = {A.number(row, col), A.number(row, col + 8), A.number(row + 4, col),
-                                A.number(row + 4, col + 8)};
-      a[block](numbers);
+      a[block][0] = bits_of(A.number(row, col));
+      a[block][1] = bits_of(A.number(row, col + 8));
+      a[block][2] = bits_of(A.number(row + 4, col));
+      a[block][3] = bits_of(A.number(row + 4, col + 8));
     }
-    multiply_down(result, a, B, 8 * k, d0, warp, lane);
+    multiply_down(chain, a, B, 8 * k, d0, warp, lane);
+    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(result, false);
   }
+  chain.flush(result, true);
 }
 
 // tile[j][first + i] = part.  The caller synchronises.
