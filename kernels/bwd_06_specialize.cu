@@ -24,6 +24,7 @@
 //              between a group and the thread that takes turns for it
 #include "lib/params.cuh"
 #include "lib/key_group.cuh"
+#include "lib/units.cuh"
 
 // The next S under this step's arithmetic: where registers hold it beside dK and dV.
 constexpr bool runs_ahead = overlaps && head_dim_tile + head_dim_v_tile <= 192;
@@ -64,6 +65,13 @@ DEVICE void produce(const MappedArgs& args, Smem& smem, const Own& own, const Me
     mbarrier_arrive_expect(smem.KV_full(), smem.K.n_bytes + smem.V.n_bytes);
     smem.K.load(args.maps.K, smem.KV_full(), row, h_k, b);
     smem.V.load(args.maps.V, smem.KV_full(), row, h_k, b);
+  }
+  if constexpr (fuses_passes) {
+    const Unit unit(args);
+    if (lane == 0 && unit.number >= unit.ahead)
+      Global<i32>(args.workspace[SLOT_UNITS]).wait_for(2 * unit.number, static_cast<i32>(unit.n_tiles));
+    warp_sync();            // lane 0 has seen that the unit is open
+    fence_async_global();   // the bulk copies see it too
   }
   const Global<float> rows(args.workspace[SLOT_ROWS]);
   constexpr u32 rows_bytes = 2 * tile_q * sizeof(float);
@@ -229,13 +237,14 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
   block_sync();   // the barriers are there
 
   if (warpgroup == 0) {
-    registers_shrink<24>();
+    registers_shrink<fuses_passes && tile_q == 64 ? 40 : 24>();
     const int warp = shfl(thread / 32, 0);
     if (warp == 0) produce(args, smem, own, meeting, thread);
+    else if (fuses_passes) open_and_close(args, thread - 32);
     else if (deterministic && warp < 3) take_turns(args, smem, own, meeting, warp - 1, thread % 32);
     return;
   }
-  registers_grow<240>();
+  registers_grow<fuses_passes && tile_q == 64 ? 232 : 240>();
   Consumer mine(args, smem, own, meeting, warpgroup - 1, thread);
   QueryWalk<Walk> at(args, own.keys.seq, meeting.queries, own.keys.j0, own.h_begin, own.h_end, thread % 32);
   if (at.exists()) {
@@ -244,6 +253,10 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
     if constexpr (runs_ahead) mine.run_ahead(at);
     else mine.run(at);
     mine.leave_head();
+  }
+  if constexpr (fuses_passes) {
+    barrier_sync(1, group_threads);   // both groups have added
+    if (threadIdx.x == 128) Global<i32>(args.workspace[SLOT_UNITS]).add_release(2 * Unit(args).number + 1, 1);
   }
   mine.finish();
 }
