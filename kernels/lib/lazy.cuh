@@ -81,3 +81,44 @@ DEVICE void hide_outside(Fragment<tile_kv>& S, int row, i32 begin, i32 end) {
       if (col >= end || (has_window && col < begin)) S.of_row(row, c, e) = NEG_INF;
     }
 }
+
+// 1 / x to the last bit but one.  (A division is a call, and a call waits for every product in flight.)
+#ifdef CUFLASH_EMULATED
+DEVICE float reciprocal_approx(float x) { return 1 / x; }
+#else
+DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#endif
+
+// = finish of fragments.cuh, for one warp of 16 rows, without a division.
+template <int n_cols>
+DEVICE void finish_approx(const Args& args, const QueryTile& own, Fragment<n_cols>& O, const RowState& state,
+                          i32 i0, int lane) {
+  const Sequence& seq = own.seq;
+  const acc sink_log2 = sink_of(args, own.h);
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) {
+    const i32 i = i0 + fragment_row(0, lane, r);
+    acc m = state.m[r], l = sum_over_lanes<3>(state.l[r]), shrink = 1;
+    if constexpr (has_sink) {
+      const acc m_all = largest(m, sink_log2), reference = finite_max(m_all);
+      shrink = exp_score(m - reference);
+      l = l * shrink + exp_score(sink_log2 - reference);
+      m = m_all;
+    }
+    const bool is_empty = l == 0 || i >= seq.len_q;   // sees nothing, or does not exist: then no sink either
+    acc factor = is_empty ? 0.f : shrink * reciprocal_approx(l);
+    if constexpr (has_dropout) factor *= static_cast<acc>(args.dropout_scale);
+#pragma unroll
+    for (int c = 0; c < O.n; ++c)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)   // an empty row is 0 even where V is NaN
+        O.of_row(r, c, e) = factor == 0 ? 0.f : O.of_row(r, c, e) * factor;
+    const acc lse = is_empty ? NEG_INF : (m + log_score(l)) * FROM_UNIT;
+    if (i < seq.rows_q && lane % 4 == 0)
+      Global<acc>(args.lse.data).store(index_of(args.lse, seq.array_b, own.h, seq.q_row0 + i), lse);
+  }
+}

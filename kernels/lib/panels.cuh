@@ -88,15 +88,25 @@ template <class Fragment> DEVICE float (&registers_of(Fragment& x))[Fragment::n 
   return reinterpret_cast<float (&)[Fragment::n * 4]>(x.at);
 }
 
-// tile rows row0 .. + 16, a warp's, = x as To (16 bits), by stmatrix.
+// A fragment as To (16 bits), packed as stmatrix takes it: x of 16 columns in 4 words.
+template <class To, class Fragment> DEVICE void pack_panels(u32 (&packed)[Fragment::n / 2][4], Fragment& x) {
+#pragma unroll
+  for (int c = 0; c < Fragment::n; c += 2)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        packed[c / 2][2 * h + r] = pack<To>(x.at[0][c + h][2 * r], x.at[0][c + h][2 * r + 1]);
+}
+// tile rows row0 .. + 16, a warp's, = packed, by stmatrix.
+template <class Tile, int n> DEVICE void store_packed(const u32 (&packed)[n][4], Tile& tile, int row0, int lane) {
+  static_assert(n * 16 == Tile::cols, "store_packed: the fragment is as wide as the tile");
+#pragma unroll
+  for (int c = 0; c < n; ++c) stmatrix_x4(tile.address(row0 + lane % 16, 2 * c + lane / 16), packed[c]);
+}
 template <class To, class Fragment, class Tile>
 DEVICE void store_panels(Fragment& x, Tile& tile, int row0, int lane) {
-  static_assert(Fragment::n * 8 == Tile::cols, "store_panels: the fragment is as wide as the tile");
-#pragma unroll
-  for (int c = 0; c < Fragment::n; c += 2) {
-    const float (&left)[4] = x.at[0][c], (&right)[4] = x.at[0][c + 1];
-    const u32 packed[4] = {pack<To>(left[0], left[1]), pack<To>(left[2], left[3]),
-                           pack<To>(right[0], right[1]), pack<To>(right[2], right[3])};
-    stmatrix_x4(tile.address(row0 + lane % 16, c + lane / 16), packed);
-  }
+  u32 packed[Fragment::n / 2][4];
+  pack_panels<To>(packed, x);
+  store_packed(packed, tile, row0, lane);
 }
