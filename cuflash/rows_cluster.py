@@ -97,9 +97,9 @@ def _smem(p: Params) -> int:
         (4, 2, queries),
         (4, 8, 4),
         (4, 1, 4),
-        (8, 1, 1),
+        *2 * [(8, 1, 1)],
         *3 * [(8, 1, n_Q)],
-        *2 * [(8, 1, 2)],
+        *5 * [(8, 1, 2)],
         *3 * [(8, 1, n_dO)],
     )
     return round_up(round_up(kept, 1024) + tiles + others, 1024)
@@ -110,11 +110,7 @@ def _by_blocks(p: Params) -> Params:
 
 
 def _workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
-    """Turns are counted apart for the two groups of two blocks; parts of dalibi_slopes come from blocks."""
-    tiles = [
-        replace(slot, shape=(2 * slot.shape[0], slot.shape[1])) if slot.name == "turns" else slot
-        for slot in query_tile_slots(problem, p)
-    ]
+    """Parts of dalibi_slopes come from blocks."""
     sums: tuple[Slot, ...] = (delta_slot(problem),) if len(problem.gradients) > 3 else ()
     if p["SPLIT"]:
         shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
@@ -122,7 +118,7 @@ def _workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
             Slot("dK_sum", "float32", (*shape, problem.head_dim), zero=True),
             Slot("dV_sum", "float32", (*shape, problem.head_dim_v), zero=True),
         )
-    return (*option_slots(problem, _by_blocks(p)), *tiles, *sums)
+    return (*option_slots(problem, _by_blocks(p)), *query_tile_slots(problem, p), *sums)
 
 
 def _after() -> tuple[Step, ...]:

@@ -84,9 +84,9 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   Shared<float, 2, tile_q> delta;
   Shared<i32, n_steps, 4> steps;
   Shared<float, 1, 4> sums;   // of dalibi_slopes, a number per warp
-  Shared<u64, 1, 1> K_full;
+  Shared<u64, 1, 1> K_full, V_full;   // V_full: of V and K_peer
   Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty;
-  Shared<u64, 1, 2> dS_full, dS_empty;
+  Shared<u64, 1, 2> dS_full, dS_empty, may_add, added, announced;   // the last three: turns
   Shared<u64, 1, n_dO> dO_landed, dO_full, dO_empty;
 };
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes,
@@ -102,8 +102,8 @@ template <int n_slots> DEVICE void wait_empty(Shared<u64, 1, n_slots>& ring, u32
   mbarrier_wait(at(ring, n), (n / n_slots & 1) ^ 1);
 }
 template <int n_slots> DEVICE void arrive_at_both(Shared<u64, 1, n_slots>& ring, u32 n) {
-  mbarrier_arrive_remote(at(ring, n), 0);
-  mbarrier_arrive_remote(at(ring, n), 1);
+  mbarrier_arrive(at(ring, n));
+  mbarrier_arrive_remote(at(ring, n), cluster_rank() ^ 1);
 }
 
 // What the block owns.
@@ -117,11 +117,15 @@ struct Owner {
 // Asked for again at the end, because that is cheaper than to keep it (the compiler must not know: opaque).
 DEVICE Owner owner_of(const Args& args) {
   Owner own;
-  const i64 n_clusters = n_slots(args, args.len_k, tile_kv) * args.heads_k;
-  const i64 x = opaque(static_cast<int>(blockIdx.x)) / 2, part = x / n_clusters;
-  const i64 n_parts = is_split ? n_splits : 1, group = args.heads / args.heads_k;
-  i64 slot;
-  own.tile = key_tile_along(args, x % n_clusters, slot);
+  i64 x = opaque(static_cast<int>(blockIdx.x)) / 2, part = 0, slot;
+  const i64 group = args.heads / args.heads_k;
+  if constexpr (is_split) {
+    const i64 n_clusters = n_slots(args, args.len_k, tile_kv) * args.heads_k;
+    part = x / n_clusters;
+    x %= n_clusters;
+  }
+  own.tile = key_tile_along(args, x, slot);
+  constexpr i64 n_parts = is_split ? n_splits : 1;
   own.h_begin = static_cast<i32>(own.tile.h * group + part * group / n_parts);
   own.h_end = static_cast<i32>(own.tile.h * group + (part + 1) * group / n_parts);
   own.rank = static_cast<int>(cluster_rank());
@@ -129,10 +133,10 @@ DEVICE Owner owner_of(const Args& args) {
   return own;
 }
 
-// Barriers by number: 0 is the block's; Turns has 2 and 3 of the groups.
-constexpr int GRADIENTS = 1, KEYS_ARE_CLEAN = 4;
-DEVICE int P_full(u32 n) { return 5 + n % n_P; }    // group 1 arrives, group 2 waits
-DEVICE int P_empty(u32 n) { return 7 + n % n_P; }   // the reverse
+// Barriers by number.
+constexpr int GRADIENTS = 1, KEYS_ARE_CLEAN = 2;
+DEVICE int P_full(u32 n) { return 3 + n % n_P; }    // group 1 arrives, group 2 waits
+DEVICE int P_empty(u32 n) { return 5 + n % n_P; }   // the reverse
 
 // ---- group 0
 
@@ -154,29 +158,37 @@ DEVICE void load_half(Tile& tile, const TensorMap& map, u32 full, int rank, int 
     tma_load_multicast(first + p * Tile::panel_bytes, map, full, tma_at(64 * p, row, head, batch), 3);
 }
 
+// K, V and the peer's K, by one thread.
+DEVICE void load_keys(const MappedArgs& args, Smem& smem, const Owner& own) {
+  const int row = static_cast<int>(own.tile.seq.k_row0) + own.j0, row_peer = row + own_keys * (1 - 2 * own.rank);
+  const int head = static_cast<int>(own.tile.h), batch = static_cast<int>(own.tile.seq.array_b);
+  const u32 K_full = at(smem.K_full, 0), V_full = at(smem.V_full, 0);
+  mbarrier_arrive_expect(K_full, smem.K.n_bytes);
+  smem.K.load(args.maps.K, K_full, row, head, batch);
+  mbarrier_arrive_expect(V_full, smem.V.n_bytes + smem.K_peer.n_bytes);
+  smem.V.load(args.maps.V, V_full, row, head, batch);
+#pragma unroll
+  for (int p = 0; p < peer_cols / 64; ++p)
+    tma_load(smem.K_peer.cells.address(p * own_keys, 0), args.maps.K, V_full,
+             tma_at(first_peer_col(own.rank) + 64 * p, row_peer, head, batch));
+}
+
+DEVICE QueryWalk<Walk> walk_of(const Args& args, const Owner& own, int lane) {
+  const i32 j0 = own.tile.j0, j1 = smallest(j0 + tile_kv, own.tile.seq.len_k);
+  const Range queries = j0 < j1 ? visible_queries(args, own.tile.seq, j0, j1 - 1) : Range{0, 0};
+  return QueryWalk<Walk>(args, own.tile.seq, queries, j0, own.h_begin, own.h_end, lane);
+}
+
 // One warp.  Each block of the cluster loads 32 of the 64 rows of Q and dO, for both.
 DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, int lane) {
   const Sequence& seq = own.tile.seq;
   const int batch = static_cast<int>(seq.array_b), rank = own.rank;
-  if (lane == 0) {
-    const u32 full = smem.K_full.address(0, 0);
-    const int row = static_cast<int>(seq.k_row0) + own.j0, head = static_cast<int>(own.tile.h);
-    mbarrier_arrive_expect(full, smem.K.n_bytes + smem.V.n_bytes + smem.K_peer.n_bytes);
-    smem.K.load(args.maps.K, full, row, head, batch);
-    smem.V.load(args.maps.V, full, row, head, batch);
-#pragma unroll
-    for (int p = 0; p < peer_cols / 64; ++p)
-      tma_load(smem.K_peer.cells.address(p * own_keys, 0), args.maps.K, full,
-               tma_at(first_peer_col(own.rank) + 64 * p, row + own_keys * (1 - 2 * rank), head, batch));
-  }
   auto& Q_landed = cleans_queries ? smem.Q_landed : smem.Q_full;
   auto& dO_landed = cleans_queries ? smem.dO_landed : smem.dO_full;
-  const i32 j0 = own.tile.j0, j1 = smallest(j0 + tile_kv, seq.len_k);
-  const Range queries = j0 < j1 ? visible_queries(args, seq, j0, j1 - 1) : Range{0, 0};
   const Range whole = whole_tiles(args, seq, own.j0);
   const Global<float> rows(args.workspace[SLOT_ROWS]);
   const Global<elem> dO_tiles(args.workspace[SLOT_DO]);
-  QueryWalk<Walk> walk(args, seq, queries, j0, own.h_begin, own.h_end, lane);
+  QueryWalk<Walk> walk = walk_of(args, own, lane);
   if (!walk.exists() && lane == 0) {
     smem.steps.as<Step>(0, 0) = {};
     mbarrier_arrive(at(Q_landed, 0));   // a step that does not exist
@@ -242,6 +254,38 @@ DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
   }
 }
 
+// ---- turns: deterministic clusters add to the dQ of a tile of queries one after the other
+
+// One warp waits for the turns, so that no product does; it is at most two tiles ahead of what is announced.
+DEVICE void wait_for_turns(const Args& args, Smem& smem, const Owner& own, int lane) {
+  const Global<i32> turns(args.workspace[SLOT_TURNS]);
+  QueryWalk<Walk> walk = walk_of(args, own, lane);
+#pragma unroll 1
+  for (u32 n = 0; walk.exists(); walk.next(), ++n) {
+    if (lane == 0) {
+      wait_empty(smem.announced, n);
+      const i64 place = place_of(args, own.tile.seq, walk.h, walk.i0);
+      turns.wait_for(2 * place + own.rank, turn_of(args, own.tile.seq, walk.i0, own.tile.j0));
+      mbarrier_arrive(at(smem.may_add, n));
+    }
+    warp_sync();   // the walk is everybody's
+  }
+}
+// Another says that both groups have added.
+DEVICE void announce_turns(const Args& args, Smem& smem, const Owner& own, int lane) {
+  const Global<i32> turns(args.workspace[SLOT_TURNS]);
+  QueryWalk<Walk> walk = walk_of(args, own, lane);
+#pragma unroll 1
+  for (u32 n = 0; walk.exists(); walk.next(), ++n) {
+    if (lane == 0) {
+      wait_full(smem.added, n);
+      turns.add_release(2 * place_of(args, own.tile.seq, walk.h, walk.i0) + own.rank, 1);
+      mbarrier_arrive(at(smem.announced, n));
+    }
+    warp_sync();   // the walk is everybody's
+  }
+}
+
 // ---- what groups 1 and 2 have in common
 
 // A descriptor that the compiler cannot keep from one step to the next: there are too many for that.
@@ -283,11 +327,9 @@ struct DqShare {
   Smem& smem;
   i32 step, step_peer;   // from K's descriptor, K_peer's, to that of the columns: 16 bytes
   i32 first;             // dQ_index of this lane's first numbers in place 0
-  const Owner& own;
-  Turns turns;
 
-  DEVICE DqShare(const Args& args, Smem& smem, const Owner& own, int first_col, int group, int thread)
-      : args(args), smem(smem), own(own), turns(args, group, thread) {
+  DEVICE DqShare(const Args& args, Smem& smem, const Owner& own, int first_col, int thread)
+      : args(args), smem(smem) {
     const int peer_col = first_col - first_peer_col(own.rank);
     step = (first_col / 64 * smem.K.panel_bytes + first_col % 64 * 2) / 16;
     step_peer = (peer_col / 64 * smem.K_peer.panel_bytes + peer_col % 64 * 2) / 16;
@@ -309,13 +351,16 @@ struct DqShare {
   // The sums += dQ of the n-th step.
   template <int size> DEVICE void add(const float (&dQ)[size], u32 n) {
     const Global<float> sums(args.workspace[SLOT_DQ]);
-    const Step of = smem.steps.as<Step>(n % n_steps, 0);
-    const i64 place = of.place, index = place * (tile_q * head_dim_tile) + first;
-    if constexpr (deterministic)   // two blocks, as two places
-      turns.wait(2 * place + own.rank, turn_of(args, own.tile.seq, of.i0, own.tile.j0));
+    const i64 place = smem.steps.as<Step>(n % n_steps, 0).place;
+    const i64 index = place * (tile_q * head_dim_tile) + first;
+    if constexpr (deterministic) wait_full(smem.may_add, n);   // it is the cluster's turn
 #pragma unroll
     for (int c = 0; c < size / 4; ++c)
       sums.add_as(index + c * 128, Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}});
+    if constexpr (deterministic) {
+      warp_sync();   // the warp has added
+      if (first / 4 % 32 == 0) mbarrier_arrive(at(smem.added, n));
+    }
   }
 };
 
@@ -372,24 +417,33 @@ struct WeightsGroup {
       : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
         j(own.j0 + thread / 32 * 16 + thread % 32 / 4),
         blocks(args.blocks_of_key, 0, 0, own.tile.j0, own.tile.j0, 0, thread % 32),
-        share(args, smem, own, first_weights_col(own.rank), 0, thread) {}
+        share(args, smem, own, first_weights_col(own.rank), thread) {}
 
   DEVICE void run() {
 #pragma unroll
     for (int d = 0; d < head_dim_v_tile / 2; ++d) dV[d] = 0;
+    u32 n = 0;
     read_step(0);
     if (step.exists()) {
       float S[n_scores];
       product(S, smem.K, smem.Q[0]);
       wgmma_wait<0>();   // S
       make_P(S, 0);
-      u32 n = 0;
+      wait_full(smem.V_full, 0);   // K_peer
       if (!step.is_last()) go_on<true>(n++);
 #pragma unroll 1
       while (!step.is_last()) go_on<false>(n++);
       finish(n);
     }
     store_keys(args, dV, 1, args.dV, args.dV_sum, args.head_dim_v, thread);
+    if (step.exists()) {   // the other group's last dS was made meanwhile
+      share.start(dQ, n);
+      wgmma_wait<0>();   // dQ
+      share.add(dQ, n);
+      // The other group's last arrivals, which nobody has waited for.
+      if (n + 1 >= n_P) barrier_sync(P_empty(n + 1), 256);
+      if (n_P == 2) barrier_sync(P_empty(n), 256);
+    }
   }
 
   DEVICE void read_step(u32 n) {
@@ -450,24 +504,17 @@ struct WeightsGroup {
     if (!is_exact && !is_first && thread == 0) arrive_at_both(smem.dS_empty, n - 1);
   }
 
-  // Step n, the last.
+  // Step n, the last, but for its dQ.
   DEVICE void finish(u32 n) {
     wait_full(smem.dO_full, n);
     add_product(dV, P, smem.dO[n % n_dO][0]);
-    wgmma_wait<0>();   // dV
     if (!is_exact && n > 1) share.add(dQ, n - 2);
+    wgmma_wait<0>();   // dV
     if (n > 0) {
       share.start(dQ, n - 1);
       wgmma_wait<0>();   // dQ
       share.add(dQ, n - 1);
     }
-    share.start(dQ, n);
-    wgmma_wait<0>();   // dQ
-    share.add(dQ, n);
-    if constexpr (deterministic) share.turns.announce();
-    // The other group's last arrivals, which nobody has waited for.
-    if (n + 1 >= n_P) barrier_sync(P_empty(n + 1), 256);
-    if (n_P == 2) barrier_sync(P_empty(n), 256);
   }
 };
 
@@ -489,11 +536,12 @@ struct GradientsGroup {
 
   DEVICE GradientsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
       : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
-        j(own.j0 + thread / 32 * 16 + thread % 32 / 4), share(args, smem, own, first_gradients_col(own.rank), 1, thread) {}
+        j(own.j0 + thread / 32 * 16 + thread % 32 / 4), share(args, smem, own, first_gradients_col(own.rank), thread) {}
 
   DEVICE void run() {
 #pragma unroll
     for (int d = 0; d < head_dim_tile / 2; ++d) dK[d] = 0;
+    wait_full(smem.V_full, 0);   // V, K_peer
     read_step(0);
     if (step.exists()) {
       wait_full(smem.dO_full, 0);
@@ -648,7 +696,6 @@ struct GradientsGroup {
     share.start(dQ, n);
     wgmma_wait<0>();   // dQ
     share.add(dQ, n);
-    if constexpr (deterministic) share.turns.announce();
   }
 };
 
@@ -660,6 +707,7 @@ template <int n_slots> DEVICE void init(Shared<u64, 1, n_slots>& ring, u32 count
 }
 DEVICE void init_barriers(Smem& smem) {
   init(smem.K_full, 1);
+  init(smem.V_full, 1);
   init(smem.Q_landed, 1);
   init(smem.Q_full, 1);
   init(smem.Q_empty, 4);   // two groups in two blocks
@@ -668,6 +716,9 @@ DEVICE void init_barriers(Smem& smem) {
   init(smem.dO_empty, 4);   // groups
   init(smem.dS_full, 1);
   init(smem.dS_empty, 4);   // groups
+  init(smem.may_add, 1);
+  init(smem.added, 8);   // warps
+  init(smem.announced, 1);
   mbarrier_init_fence();
 }
 
@@ -676,17 +727,23 @@ CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedAr
   const int group = shfl(static_cast<int>(threadIdx.x) / 128, 0), thread = threadIdx.x % 128;
   const Owner own = owner_of(args);
   if (!own.tile.exists) return;   // both blocks of the cluster
-  if (threadIdx.x == 0) init_barriers(smem);
+  if (threadIdx.x == 0) {
+    init_barriers(smem);
+    load_keys(args, smem, own);
+  }
   cluster_sync();   // the barriers are ready, here and in the peer
 
   if (group == 0) {
     registers_shrink<24>();
     if (thread < 32) load_operands(args, smem, own, thread);
     else if (cleans_queries && thread < 64) clean_queries(smem, own.tile.seq, thread - 32);
+    else if (deterministic && thread / 32 == 2) wait_for_turns(args, smem, own, thread - 64);
+    else if (deterministic && thread / 32 == 3) announce_turns(args, smem, own, thread - 96);
   } else {
     registers_grow<240>();
     wait_full(smem.K_full, 0);
     if constexpr (cleans_keys) {
+      wait_full(smem.V_full, 0);
       const i32 end = own.tile.seq.len_k;
       const auto rows = [&](i32 j0) { return clamp(end - j0, 0, own_keys); };
       smem.K.clear_rows(rows(own.j0), threadIdx.x - 128, 256);

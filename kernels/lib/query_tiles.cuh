@@ -72,7 +72,7 @@ DEVICE i64 dQ_index(i64 place, int r, int c, int lane) {
 
 // How many blocks add to the tile at i0 before the one of the keys at j0.
 DEVICE i32 turn_of(const Args& args, const Sequence& seq, i32 i0, i32 j0) {
-  const i32 last = smallest(i0 + tile_q, seq.len_q) - 1;
+  const i32 last = smallest(i0 + tile_q, last_query(args, seq)) - 1;
   return (visible_keys(args, seq, i0, last).end - 1) / tile_kv - j0 / tile_kv;
 }
 
