@@ -90,6 +90,10 @@ MAPS = (Map("Q", "TILE_Q"), Map("K", "TILE_KV"), Map("V", "TILE_KV"))
 FWD_07 = replace(
     FWD_06,
     name="fwd_07_tma",
+    tiles=(
+        Tile(128, 64, 8, stages=2, up_to=64, least=64),  # two blocks an SM
+        Tile(128, 128, 8, stages=2, up_to=128, least=128),
+    ),
     steps=(Step("fwd_07_tma", query_tiles, _with_barriers, maps=MAPS),),
     teaches="one thread copies a tile; a barrier counts bytes",
     bytes=boxed_bytes,
@@ -98,6 +102,10 @@ FWD_07 = replace(
 FWD_08 = replace(
     FWD_07,
     name="fwd_08_specialize",
+    tiles=(
+        Tile(192, 96, 12, stages=2, up_to=64, least=64),
+        Tile(128, 128, 8, stages=2, up_to=128, least=128),
+    ),
     steps=(Step("fwd_08_specialize", query_tiles, _with_roles, threads=role_threads, maps=MAPS),),
     teaches="a warp copies, warpgroups multiply, registers move between them",
 )
