@@ -328,9 +328,11 @@ def one(row: str, direction: str, expected: Expected, xp: Any) -> Line:
             results, note = backward(row, expected, xp), ""
         verdicts = expected.judge(direction, results)
     except CuflashError as error:
-        # A starred row takes the whole contract: where it covers dtype and sizes a refusal is a failure.
-        # So is, of any row, what goes wrong after the plan: a kernel that does not compile, or reads outside.
-        is_refusal = not starred and refuses(row, direction, expected, xp)
+        # A starred row takes the whole contract: where it covers dtype and sizes a refusal is a failure, unless
+        # TMA cannot address an operand.  So is, of any row, what goes wrong after the plan: a kernel that does
+        # not compile, or reads outside.
+        may_refuse = not starred or str(error).startswith(f"{row} copies by TMA, and of ")
+        is_refusal = may_refuse and refuses(row, direction, expected, xp)
         return Line(**line, status="refused" if is_refusal else "failed", message=sentence(error))
     except Exception as error:  # a check that stops at the first crash tells less than one that goes on
         return Line(**line, status="failed", message=f"{type(error).__name__}: {error}")

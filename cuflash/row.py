@@ -78,7 +78,9 @@ class Tile:
     causal: bool | None = None  # only problems that are, or are not
     longest: int | None = None  # len_k it is meant for, at most
     most_queries: int | None = None  # len_q it is meant for, at most; not for packed sequences
+    tf32: bool = False  # only where float32 inputs may be rounded to TF32
     whole_blocks: bool = False  # only problems with a block mask whose blocks are whole tiles
+    least_tiles: int = 0  # only problems with this many query tiles
     plain: bool = False  # only problems whose scores are scaled products, hidden by position alone
 
     def head_dim(self, size: int) -> int:
@@ -97,6 +99,13 @@ class Tile:
         if self.longest is not None and problem.len_k > self.longest:
             return False
         if self.most_queries is not None and (problem.packed or problem.len_q > self.most_queries):
+            return False
+        if self.tf32 and problem.precision != "tf32":
+            return False
+        if (
+            self.least_tiles
+            and n_slots(problem, problem.len_q, self.tile_q) * problem.heads < self.least_tiles
+        ):
             return False
         if self.whole_blocks:
             block = problem.block_mask

@@ -38,7 +38,7 @@ def panel(cols: int) -> int:
 def _smem(p: Params) -> int:
     tile_q, tile_kv, stages = p["TILE_Q"], p["TILE_KV"], p["N_STAGES"]
     widths = p["HEAD_DIM"], p["HEAD_DIM_V"]
-    q_and_o = p["Q_STAGES"] * widths[0] + widths[1] if p["O_BUFFER"] else max(widths)
+    q_and_o = p["Q_STAGES"] * widths[0] + (widths[1] if p["O_BUFFER"] else 0)
     tiles = 2 * (tile_q * q_and_o + stages * tile_kv * sum(widths))
     blocks = p["BLOCK_Q"], p["BLOCK_KV"]
     kept = kept_blocks_bytes(tile_q, tile_kv, *blocks, stages) if p["BLOCK_MASK"] else 0
@@ -95,20 +95,45 @@ def _is_16_bit(problem: Problem) -> bool:
     return ITEMSIZE[problem.out_dtype] == 2
 
 
-PERSISTENT = (("PERSISTENT", 2), ("O_BUFFER", 1), ("Q_STAGES", 1), ("Q_IN_REGISTERS", 0), ("OVERLAP", 0))
-ONE_TILE = (("PERSISTENT", 0), ("O_BUFFER", 0), ("Q_STAGES", 1), ("Q_IN_REGISTERS", 0), ("OVERLAP", 0))
+def _tile(
+    tile_q: int, tile_kv: int, up_to: int, stages: int = 2, least_tiles: int = 0, **settings: int
+) -> Tile:
+    """settings: parameters that are not the usual ones."""
+    usual = {"PERSISTENT": 2, "O_BUFFER": 1, "Q_STAGES": 2, "Q_IN_REGISTERS": 0, "OVERLAP": 0}
+    return Tile(
+        tile_q,
+        tile_kv,
+        tile_q // 16,
+        stages,
+        up_to=up_to,
+        least=64,
+        least_tiles=least_tiles,
+        options=tuple((usual | settings).items()),
+    )
 
+
+def _whole(tile: Tile) -> Tile:
+    """For block masks whose blocks are whole tiles: nobody asks about elements."""
+    return replace(tile, whole_blocks=True)
+
+
+# Where P V takes long against the softmax, weights are made meanwhile; there is no room for O then.
+WIDE = {"O_BUFFER": 0, "Q_STAGES": 1, "OVERLAP": 1}
 
 FWD_10 = Row(
     "fwd_10_persistent",
     False,
     90,
     (
-        Tile(192, 128, 12, 2, up_to=64, least=64, options=PERSISTENT),
-        Tile(192, 112, 12, 2, up_to=96, least=64, options=PERSISTENT),
-        Tile(128, 128, 8, 2, up_to=128, least=64, options=PERSISTENT),
-        Tile(128, 112, 8, 2, up_to=192, least=64, options=ONE_TILE),
-        Tile(128, 80, 8, 2, up_to=256, least=64, options=ONE_TILE),
+        _whole(_tile(128, 128, 64, 3)),
+        _whole(_tile(128, 128, 128)),
+        _whole(_tile(128, 64, 128, 3)),
+        _whole(_tile(128, 64, 256, **WIDE)),
+        _tile(256, 64, 64, 4, least_tiles=N_SMS),
+        _tile(192, 112, 96, least_tiles=N_SMS),
+        _tile(128, 128, 128),
+        _tile(128, 96, 192, **WIDE),
+        _tile(128, 64, 256, **WIDE),
     ),
     (
         Step(

@@ -37,14 +37,14 @@ static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "fwd_10_persistent: 
 static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes,
               "fwd_10_persistent: MappedArgs and launch.py disagree");
 
-constexpr bool stores_by_tma = sizeof(out_elem) == 2;
-constexpr bool shares_Q = is_persistent && !has_o_buffer;     // O lies where the next Q will
-constexpr bool writes_late = is_persistent && has_o_buffer;   // while the next tile's first product runs
+constexpr bool is_16_bit = sizeof(out_elem) == 2;
+using Packed = Choice<is_16_bit, out_elem, elem>::type;   // what is packed; wider results are not
 constexpr bool trusts = !has_dropout && !looks_ahead;   // that the maximum stays, till a sum says otherwise
 
 // ---- a warpgroup that multiplies: 64 rows of the query tile
 
-enum class Tests { none, all, asked };   // of elements in a key tile; asked: as its place says
+enum class Tests { none, all, asked };        // of elements in a key tile; asked: as its place says
+enum class Way { gone, by_tma, by_vectors };   // of O to memory
 
 struct Consumer {
   const MappedArgs& args;
@@ -61,8 +61,8 @@ struct Consumer {
   u32 P[tile_kv / 16][4];   // weights of the tile whose P V is due
   RowState state;
   bool used_Q;              // of this query tile: it has keys
-  u32 packed_O[stores_by_tma ? head_dim_v_tile / 16 : 1][4];   // results on their way out
-  bool by_tma;              // whether there are any
+  u32 packed_O[head_dim_v_tile / 16][4];   // results on their way out
+  Way way;
   Range plain;              // tiles that all 64 rows see as a whole
 
   DEVICE void run() {
@@ -73,11 +73,11 @@ struct Consumer {
       compute(work, is_due);
       if (work.i0 == NO_WORK) break;
       close(query_tile_of(args, smem.work(0, work_at.stage)));   // read again: registers are dear in between
-      if constexpr (writes_late) is_due = true;
-      else write(work_at.stage);
-      work_at.next();
+      is_due = true;
       if (!is_persistent) break;
+      work_at.next();
     }
+    if (!is_persistent && is_due) write(work_at.stage);
     if (leads()) bulk_wait_read<0>();   // the block may not end before O has been read
   }
 
@@ -140,7 +140,7 @@ struct Consumer {
     for (int k = 0; k < head_dim_tile / 16; ++k)
       ldmatrix_x4(Q[k], smem.Q[Q_at.stage].address(warp_row + lane % 16, 2 * k + lane / 16));
     barrier_sync(1 + group, 128);   // all four warps have read Q
-    if (has_o_buffer) release_Q();
+    release_Q();
   }
 
   // Key tiles from t, the second that these rows see, to the first of all.
@@ -162,7 +162,7 @@ struct Consumer {
     } else {
       t = all.begin - 1;   // all have been skipped
     }
-    if (has_o_buffer && !keeps_Q) release_Q();
+    if (!keeps_Q) release_Q();
     if (mine.begin < mine.end) last_step();
     else skip_V();
 #pragma unroll 1
@@ -176,7 +176,7 @@ struct Consumer {
       step<Tests::asked>(seq, i0, j0);
     barrier_sync(1 + group, 128);   // all have seen the stage that said so, and may not lag
     release_K();
-    if (has_o_buffer && !keeps_Q) release_Q();
+    if (!keeps_Q) release_Q();
     if (sees_keys) last_step();
   }
   DEVICE i32 announced() {
@@ -329,45 +329,41 @@ struct Consumer {
     for (int n = 0; n < head_dim_v_tile / 2; ++n) pin(registers_of(O)[n]);
   }
 
-  // O / l and lse.  O leaves at once, or is packed for write().
+  // O / l and lse.  O is packed for write(), or leaves at once where it cannot be.
   DEVICE void close(const QueryTile& own) {
     finish_approx(args, own, O, state, own.i0 + warp_row, lane);
-    const bool is_whole = !is_packed || own.i0 + 64 * group + 64 <= own.seq.rows_q;   // else it would write into
-    by_tma = stores_by_tma && is_mapped(args, args.maps.O) && is_whole &&             // the next sequence
-             (!shares_Q || used_Q);                                                   // and here the next Q comes
-    if constexpr (stores_by_tma) pack_panels<out_elem>(packed_O, O);   // always: else the last ones stay alive
-    if (by_tma) return;
     const Results results = results_of(args, own);
-    store_fragment<out_elem>(O, results.O, results.O_rows, warp_row, lane);
+    const bool is_whole = !is_packed || own.i0 + 64 * group + 64 <= own.seq.rows_q;
+    way = Way::gone;
+    if (is_16_bit && results.O_rows.by_vectors && head_dim_v_tile % 32 == 0) way = Way::by_vectors;
+    if (is_16_bit && has_o_buffer && is_whole && is_mapped(args, args.maps.O)) way = Way::by_tma;
+    pack_panels<Packed>(packed_O, O);   // always: else the last ones stay alive
+    if (way == Way::gone) store_fragment<out_elem>(O, results.O, results.O_rows, warp_row, lane);
   }
 
-  // O of the query tile in work(0, slot) through its buffer to memory; the slot is given back.
+  // O of the query tile in work(0, slot) to memory; the slot is given back.
   DEVICE void write(int slot) {
     const QueryTile own = query_tile_of(args, smem.work(0, slot));   // read again: registers are dear in between
-    if (by_tma) {
-      if (!has_o_buffer && head_dim_tile != head_dim_v_tile)
-        barrier_sync(1 + n_groups, n_threads);   // O's rows overlap other groups' rows of Q: all have used it
-      if (has_o_buffer && is_persistent) {
-        if (leads()) bulk_wait_read<0>();
-        barrier_sync(1 + group, 128);   // the last tile's O has been read: its buffer may be overwritten
-      }
-      if constexpr (stores_by_tma) store_packed(packed_O, smem.O, warp_row, lane);
+    if (has_o_buffer && way == Way::by_tma) {
+      if (leads()) bulk_wait_read<0>();
+      barrier_sync(1 + group, 128);   // the O before has been read: its buffer may be overwritten
+      store_packed(packed_O, smem.buffer(), warp_row, lane);
       fence_async_shared();
+    }
+    if (way == Way::by_vectors) {
+      const Results results = results_of(args, own);
+      store_packed<Packed>(packed_O, results.O, results.O_rows, warp_row, lane);
     }
     const i32 i0 = own.i0 + 64 * group, row = static_cast<i32>(own.seq.q_row0) + i0;
     const i32 head = own.h, batch = own.seq.array_b;
     const bool is_there = i0 < own.seq.rows_q;
-    barrier_sync(1 + group, 128);   // O of all four warps is in its tile; everyone has read `own`
+    barrier_sync(1 + group, 128);   // O of all four warps is in its buffer; everyone has read `own`
     if (leads()) {
-      if (by_tma && is_there) {
-        smem.O.store(args.maps.O, 64 * group, row, head, batch);
+      if (has_o_buffer && way == Way::by_tma && is_there) {
+        smem.buffer().store(args.maps.O, 64 * group, row, head, batch);
         bulk_commit();
       }
       if (is_persistent) mbarrier_arrive(smem.work_empty.address(0, slot));
-      if (shares_Q && used_Q) {
-        bulk_wait_read<0>();
-        mbarrier_arrive(smem.Q_empty.address(0, 0));   // O has been read: Q may take its place
-      }
     }
   }
 };

@@ -110,3 +110,22 @@ DEVICE void store_panels(Fragment& x, Tile& tile, int row0, int lane) {
   pack_panels<To>(packed, x);
   store_packed(packed, tile, row0, lane);
 }
+// The same in global memory: rows row0 .. + 16 of the target, by vectors of 16 bytes.
+template <class To, int n>
+DEVICE void store_packed(const u32 (&packed)[n][4], void* data, const TileSource& target, int row0, int lane) {
+  static_assert(n % 2 == 0, "store_packed: 32 columns make four chunks, one a lane of the quad");
+  const Global<To> to(data);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = row0 + r * 8 + lane / 4;
+    const i64 index = target.base + row * target.stride;
+#pragma unroll
+    for (int c = 0; c < n; c += 2) {   // 4 pieces of 8 columns: a lane gets all of one
+      u32 chunk[4] = {packed[c][r], packed[c][2 + r], packed[c + 1][r], packed[c + 1][2 + r]};
+      transpose_quad(chunk, lane);
+      const int d = (2 * c + lane % 4) * 8;
+      if (row < target.rows && d < target.cols)
+        to.store_as(index + d, Pack<u32, 4>{{chunk[0], chunk[1], chunk[2], chunk[3]}});
+    }
+  }
+}

@@ -19,18 +19,17 @@ constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
 constexpr bool asks_elements = has_bias || masks_every_tile || asks_blocks;
 constexpr bool reads_past_end = is_packed || has_key_lengths;   // TMA finds rows of others there, not zeros
 
-struct Apart {
+using OTile = PanelTile<tile_q, head_dim_v_tile>;
+struct QAndO {
   PanelTile<tile_q, head_dim_tile> Q[q_stages];
-  PanelTile<tile_q, head_dim_v_tile> O;   // is stored while the next tile is computed
+  OTile O;   // on its way to memory while the next tile is computed
+  DEVICE OTile& buffer() { return O; }
 };
-struct Together {
-  union {
-    PanelTile<tile_q, head_dim_tile> Q[1];
-    PanelTile<tile_q, head_dim_v_tile> O;
-  };
+struct QAlone {
+  PanelTile<tile_q, head_dim_tile> Q[q_stages];
+  DEVICE OTile& buffer() { return *static_cast<OTile*>(nullptr); }   // there is none, and nobody asks
 };
-static_assert(has_o_buffer || q_stages == 1, "producer: O lies in the only Q");
-struct Tiles : Choice<has_o_buffer, Apart, Together>::type {
+struct Tiles : Choice<has_o_buffer, QAndO, QAlone>::type {
   PanelTile<tile_kv, head_dim_tile> K[n_stages];
   PanelTile<tile_kv, head_dim_v_tile> V[n_stages];
   Shared<Work, 1, 2> work;        // what the producer chose; i0 = NO_WORK: the end
@@ -116,7 +115,7 @@ struct Producer {
     };
     if (tiles.begin == tiles.end) return;
     if (lane == 0) {
-      Q_at.wait_empty(smem.Q_empty);   // consumers have used the Q that was here (and, Together, stored O)
+      Q_at.wait_empty(smem.Q_empty);   // every consumer has used the Q that was here
       const u32 full = smem.Q_full.address(0, Q_at.stage);
       mbarrier_arrive_expect(full, smem.Q[0].n_bytes);
       smem.Q[Q_at.stage].load(args.maps.Q, full, static_cast<i32>(own.seq.q_row0) + own.i0, own.h,

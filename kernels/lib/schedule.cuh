@@ -13,7 +13,7 @@
 
 constexpr bool is_persistent = CUFLASH_PERSISTENT != 0;  // a block walks many query tiles; else it has one
 constexpr bool asks_for_work = CUFLASH_PERSISTENT == 2;  // who asks first gets the next; else every gridDim-th
-constexpr bool has_o_buffer = CUFLASH_O_BUFFER;          // O has a tile of its own; else Q's
+constexpr bool has_o_buffer = CUFLASH_O_BUFFER;          // O leaves through shared memory; else from registers
 constexpr int q_stages = CUFLASH_Q_STAGES;               // tiles of Q at once: the next comes early
 constexpr bool keeps_Q = CUFLASH_Q_IN_REGISTERS;         // and multiplies from there; else from shared memory
 constexpr bool weighs_ahead = CUFLASH_OVERLAP == 1;      // weights are made while the P V before runs, unseen
