@@ -178,11 +178,27 @@ def _converted_keys(problem: Problem, p: Params) -> Grid:
     return (ceil_div(rows, p["N_WARPS"]) if _shares(problem, p) > 1 else 0), 1, 1
 
 
+def _in_three_products(problem: Problem) -> bool:
+    return problem.dtype == "float32" and problem.precision != "tf32"
+
+
+def _precision(problem: Problem, p: Params) -> Params:
+    return {"PRECISION": 2} if _in_three_products(problem) else {}
+
+
+def _all_rows(problem: Problem, p: Params) -> Grid:
+    """A warp per row of q, dout, k and v."""
+    batch = 1 if problem.packed else problem.batch
+    rows = 2 * batch * (problem.len_q * problem.heads + problem.len_k * problem.heads_k)
+    return ceil_div(rows, p["N_WARPS"]), 1, 1
+
+
 def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     tiles = n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
+    counts = 1 + tiles if problem.deterministic else 1 if _in_three_products(problem) else 0
     slots = (
         *option_slots(problem, p),
-        Slot("turns", "int32", (tiles if problem.deterministic else 0,), zero=True),
+        Slot("counts", "int32", (counts,), zero=True),
         Slot("dQ_tiles", problem.accumulator, (tiles, p["TILE_Q"] * p["HEAD_DIM"]), zero=True),
         delta_slot(problem),
         _lse_log2_slot(problem),
@@ -199,7 +215,8 @@ def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
 
 def _bytes(problem: Problem, p: Params) -> Traffic:
     """That of bwd_02_tiled, with sums of dQ in whole tiles.  {} too where blocks wait for their turn."""
-    traffic = {} if problem.deterministic else _traffic(problem, p, _shares(problem, p))
+    is_modelled = not problem.deterministic and problem.dtype in DTYPES
+    traffic = {} if not is_modelled else _traffic(problem, p, _shares(problem, p))
     if traffic:
         del traffic["dQ_sum"]
         tile = p["TILE_Q"] * p["HEAD_DIM"] * 4
@@ -210,6 +227,7 @@ def _bytes(problem: Problem, p: Params) -> Traffic:
     return traffic
 
 
+ODD_USES = ("DTYPE", "DOUT_DTYPE", "N_WARPS", "PACKED")
 DQ_TILES_USES = (
     *("DTYPE", "OUT_DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "TILE_KV", "N_WARPS"),
     *("DOUT_DTYPE", "LENGTHS_Q", "PACKED"),
@@ -231,12 +249,20 @@ BWD_04 = Row(
         Tile(16, 32, 4, up_to=256, itemsizes=(2,)),  # 68 KB at 256
         # float32 as TF32
         Tile(32, 64, 4, up_to=64, itemsizes=(4,)),  # 80 KB at 64, two blocks an SM
-        Tile(32, 64, 8, up_to=128, itemsizes=(4,)),  # 153 KB at 128
+        Tile(32, 64, 8, up_to=128, itemsizes=(4,), least=128),  # 153 KB
     ),
     (
         DELTA,
         *OPTIONS_BEFORE,
+        Step("pass_odd", _all_rows, when=_in_three_products, uses=ODD_USES),
         Step("bwd_04_pipeline", _grid, _two_stages),
+        Step(
+            "bwd_04_pipeline__careful",
+            _grid,
+            _two_stages,
+            when=_in_three_products,
+            fixed=(("PRECISION", 3),),
+        ),
         Step("pass_dq_tiles", query_tiles, uses=DQ_TILES_USES),
         Step("pass_convert__dk", _converted_keys, uses=CONVERT_USES),
         Step("pass_convert__dv", _converted_keys, uses=CONVERT_USES),
@@ -248,4 +274,5 @@ BWD_04 = Row(
     workspace=_slots,
     bytes=_bytes,
     flops_per_clock=2048,
+    more=_precision,
 )

@@ -78,8 +78,7 @@ struct Cursor {
   DEVICE bool exists() const { return h < h_end; }
 };
 
-KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
-  SHARED_MEMORY(Smem, smem);
+DEVICE void backward(const Args& args, Smem& smem) {
   const int thread = threadIdx.x;
   int lane = thread % 32, warp = thread / 32;
   const i64 n_tiles = n_slots(args, args.len_k, tile_kv) * args.heads_k;
@@ -144,7 +143,7 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
     cp_async_wait<0>();
     block_sync();   // the tile (and K, V) is there; everyone has used the one before: its stage may be refilled
     if (deterministic && thread == 0 && my_turn >= 0)
-      Global<i32>(args.workspace[SLOT_TURNS]).add_release(my_turn, 1);
+      Global<i32>(args.workspace[SLOT_COUNTS]).add_release(my_turn, 1);
     const Cursor next = settle({at.h, at.i0 + tile_q, at.h_end});
     if (next.exists()) request(next, stage ^ 1);
     if (at.h != h_of_rules) {
@@ -205,9 +204,9 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
     }
     const i64 tile_number = query_tile_number(args, seq, at.h, i0);
     if (deterministic && thread == 0) {
-      my_turn = tile_number;
+      my_turn = 1 + tile_number;
       const i32 last = smallest(i0 + tile_q, seq.len_q) - 1;
-      Global<i32>(args.workspace[SLOT_TURNS])
+      Global<i32>(args.workspace[SLOT_COUNTS])
           .wait_for(my_turn, j0 / tile_kv - visible_keys(args, seq, i0, last).begin / tile_kv);
     }
     block_sync();   // P and dS are there; in turn, everyone before has added to this tile of dQ
@@ -234,7 +233,7 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
   }
   if constexpr (deterministic) {
     block_sync();   // the last additions are done
-    if (thread == 0 && my_turn >= 0) Global<i32>(args.workspace[SLOT_TURNS]).add_release(my_turn, 1);
+    if (thread == 0 && my_turn >= 0) Global<i32>(args.workspace[SLOT_COUNTS]).add_release(my_turn, 1);
   }
 
   const auto place = [&](const Tensor& tensor, i64 dim, i32 end) {
@@ -250,4 +249,16 @@ KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
     store_share<out_elem>(dV, 1.f, args.dV.data, place(args.dV, args.head_dim_v, seq.rows_k), existing, warp,
                           lane);
   }
+}
+
+// float32 in three products: where a number is not finite the second kernel works, which takes more care.
+KERNEL(n_threads, 1) bwd_04_pipeline(const __grid_constant__ Args args) {
+  SHARED_MEMORY(Smem, smem);
+  if (precision_code == 2 && Global<i32>(args.workspace[SLOT_COUNTS]).load(0) != 0) return;
+  if constexpr (precision_code != 3) backward(args, smem);
+}
+KERNEL(n_threads, 1) bwd_04_pipeline__careful(const __grid_constant__ Args args) {
+  SHARED_MEMORY(Smem, smem);
+  if constexpr (precision_code == 3)
+    if (Global<i32>(args.workspace[SLOT_COUNTS]).load(0) != 0) backward(args, smem);
 }

@@ -216,7 +216,8 @@ DEVICE TileSource key_rows(const Tensor& tensor, const Sequence& seq, i64 h_k, i
 
 constexpr int SLOT_DALIBI = 0;   // workspace: float [slots of key tiles, heads], one part of dalibi_slopes each
 constexpr int SLOT_DBIAS = 1;    // workspace: float [batch, heads, len_k], dbias summed over the queries
-constexpr int SLOT_TURNS = 2;    // workspace: i32 [heads, slots of query tiles], blocks that have added
+constexpr int SLOT_COUNTS = 2;   // workspace: i32 [1 + heads * slots of query tiles]: is a number not finite? (pass_odd
+                                 // says so); then, of each query tile, the blocks that have added to its dQ
 constexpr int SLOT_DQ = 3;       // workspace: float [heads, slots of query tiles, ...], sums of dQ as OfQ holds them
 
 // A lane's sums over the queries of one head.

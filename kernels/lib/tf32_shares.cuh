@@ -8,7 +8,8 @@
 #pragma once
 #include "shares.cuh"
 
-constexpr bool is_three_products = precision_code != 1;
+// precision_code: 1 one product; 2 three, of finite numbers; 3 three, of any
+constexpr bool is_three_products = precision_code >= 2, takes_infinity = precision_code == 3;
 
 // Chunk c (4 numbers) of a row lies at c xor key(row).  Keys of 8 rows are distinct, so ldmatrix reads one chunk
 // of 8 rows without conflicts; keys of 4 neighbouring rows differ above their lowest bit, so 8 columns of 4 rows
@@ -61,17 +62,21 @@ DEVICE void request_tile(FloatTile<rows, cols>& tile, const void* data, const Ti
 
 constexpr u32 TF32_BITS = 0xffffe000u, TF32_HALF = 0x1000u;   // mma ignores the other bits
 
-// x = high + low.  One product: high alone, rounded.
+// x = high + low.  One product: high alone, rounded.  partner: what the other operand's low is multiplied by,
+// high itself; where x is not finite low and partner are 0, else infinity would meet a low of 0.
 template <int n> struct Parts {
-  u32 high[n], low[n];
+  u32 high[n], low[n], partner[n];
   DEVICE explicit Parts(const u32 (&x)[n]) {
 #pragma unroll
     for (int e = 0; e < n; ++e) {
       high[e] = x[e] + TF32_HALF;
       if constexpr (is_three_products) {
+        const float value = __builtin_bit_cast(float, x[e]);
         high[e] &= TF32_BITS;
-        low[e] =
-            __builtin_bit_cast(u32, __builtin_bit_cast(float, x[e]) - __builtin_bit_cast(float, high[e]));
+        low[e] = __builtin_bit_cast(u32, value - __builtin_bit_cast(float, high[e]));
+        partner[e] = high[e];
+        if constexpr (takes_infinity)
+          if (!(value - value == 0)) low[e] = partner[e] = 0, high[e] = x[e];
       }
     }
   }
@@ -100,6 +105,8 @@ template <class Result> struct Chain {
   }
 };
 constexpr int chain_steps = 4;   // of 8
+// Steps whose operands are under way at once: as many as there are registers for.
+constexpr int MANY_STEPS = takes_infinity ? 2 : is_three_products ? 8 : 4, FEW_STEPS = is_three_products ? 2 : 4;
 
 // The pieces of a share, n of them from `first` on, times a step of 8: B has two numbers for each piece.
 template <class Result, int n>
@@ -113,8 +120,8 @@ DEVICE void multiply_parts(Chain<Result>& chain, int first, const u32 (&A)[Resul
     for (int c = 0; c < n; ++c) {
       if constexpr (is_three_products) {
         float(&small)[4] = chain.small.at[block][first + c];
-        mma_tf32_k8(small, a.low, b.high[2 * c], b.high[2 * c + 1]);
-        mma_tf32_k8(small, a.high, b.low[2 * c], b.low[2 * c + 1]);
+        mma_tf32_k8(small, a.low, b.partner[2 * c], b.partner[2 * c + 1]);
+        mma_tf32_k8(small, a.partner, b.low[2 * c], b.low[2 * c + 1]);
       }
       mma_tf32_k8(chain.large.at[block][first + c], a.high, b.high[2 * c], b.high[2 * c + 1]);
     }
@@ -150,7 +157,7 @@ DEVICE void multiply_rows(Result& result, FloatTile<rows_a, depth>& A, FloatTile
   const int b_lane = Result::n == 1 ? lane % 16 : lane;   // ldmatrix_x2 reads 8 rows
   const u32 b0 = address_of_B(B, b_row0 + Result::first_col(warp), b_lane);
   Chain<Result> chain;
-#pragma unroll 4
+#pragma unroll MANY_STEPS
   for (int k = 0; k < depth / 8; ++k) {
     u32 a[Result::row_blocks][4];
     load_A<Result>(a, A, a0, k);
@@ -174,7 +181,7 @@ template <class Result, int rows, int depth, int cols>
 DEVICE void multiply(Result& result, FloatTile<rows, depth>& A, FloatTile<depth, cols>& B, int warp, int lane) {
   const u32 a0 = address_of_A(A, Result::first_row(warp), lane);
   Chain<Result> chain;
-#pragma unroll 4
+#pragma unroll FEW_STEPS
   for (int k = 0; k < depth / 8; ++k) {
     u32 a[Result::row_blocks][4];
     load_A<Result>(a, A, a0, k);
@@ -187,7 +194,7 @@ template <class Result, int depth, int rows, int cols>
 DEVICE void multiply_columns(Result& result, FloatTile<depth, rows>& A, FloatTile<depth, cols>& B, int d0,
                              int warp, int lane) {
   Chain<Result> chain;
-#pragma unroll 4
+#pragma unroll MANY_STEPS
   for (int k = 0; k < depth / 8; ++k) {
     u32 a[Result::row_blocks][4];
 #pragma unroll
