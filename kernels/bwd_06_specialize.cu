@@ -151,43 +151,41 @@ struct Consumer : KeyGroup<Smem, held_steps> {
     ask_scores(0, at.i0);
     wgmma_wait<1>();   // S
     soften(0, at);
-    ask_dV(0);
-    wgmma_wait<1>();   // dP
+    wgmma_wait<0>();   // dP
     differentiate(0, at);
-    announce_dS(0);
-    ask_dK(0);
-    wgmma_wait<0>();   // dV, dK
-    release(0);
-    i32 place = place_of(args, seq, at.h, at.i0);
-    at.next();
+    i32 place = place_of(args, seq, at.h, at.i0), place_before = place;
     int n = 0;
 #pragma unroll 1
-    for (; at.exists(); at.next(), ++n) {
+    while (true) {
       const int stage = n % 2, next = stage ^ 1;
+      announce_dS(stage);
+      ask_dV(stage);
+      ask_dK(stage);
+      if (n > 0) add(n - 1, place_before);
+      wgmma_wait<0>();
+      release(stage);
+      place_before = place;
+      at.next();
+      if (!at.exists()) break;
       ask_scores(n + 1, at.i0);
       if constexpr (fetches_early) held.fetch(smem.rows, 2 * next, lane);
       wgmma_wait<1>();   // S
       if constexpr (fetches_early) soften(next, at, held, 0);
       else soften(next, at);
-      ask_dV(next);
       wait_dS(n);
       ask_dQ(stage);
       if constexpr (fetches_early) held.fetch(smem.rows, 2 * next + 1, lane);
-      wgmma_wait<2>();   // dP
+      wgmma_wait<1>();   // dP
       if constexpr (fetches_early) differentiate(at, held, 0);
       else differentiate(next, at);
-      announce_dS(next);
-      ask_dK(next);
-      wgmma_wait<1>();   // dV, dQ
-      add(n, place);
+      wgmma_wait<0>();   // dQ
       place = place_of(args, seq, at.h, at.i0);
-      wgmma_wait<0>();   // dK
-      release(next);
+      ++n;
     }
     wait_dS(n);
     ask_dQ(n % 2);
     wgmma_wait<0>();
-    add(n, place);
+    add(n, place_before);
   }
 
   // A step at a time, where dK and dV leave no registers for the next.

@@ -2,22 +2,7 @@
 //
 // x[4 c + 2 half + e] is row lane / 4 + 8 half, column 8 c + 2 (lane % 4) + e.
 #pragma once
-#include "mma.cuh"
-#include "swizzled.cuh"
-#include "warp.cuh"
-
-// chunk[n] of lane t of a quad <- chunk[t] of lane n.
-DEVICE void exchange_in_quad(u32 (&chunk)[4], int lane) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2)
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-      if (!(n & step)) {
-        const bool upper = lane & step;
-        const u32 got = shfl_xor(upper ? chunk[n] : chunk[n + step], step);
-        (upper ? chunk[n] : chunk[n + step]) = got;
-      }
-}
+#include "matrices.cuh"
 
 // target rows row0 .. + 16 = x * factor; rows from `existing` on get zeros, whatever x holds.
 // By 16 bytes where To has 16 bits: of 4 pieces of 8 columns a lane collects one.
@@ -39,7 +24,7 @@ DEVICE void store_rows(const float (&x)[n], float factor, void* data, const Tile
           u32 chunk[4];
 #pragma unroll
           for (int m = 0; m < 4; ++m) chunk[m] = pack<To>(value(c + m, 0), value(c + m, 1));
-          exchange_in_quad(chunk, lane);
+          transpose_quad(chunk, lane);
           const int d = (c + lane % 4) * 8;
           if (row < target.rows && d < target.cols)
             to.store_as(index + d, Pack<u32, 4>{{chunk[0], chunk[1], chunk[2], chunk[3]}});

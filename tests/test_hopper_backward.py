@@ -1,0 +1,156 @@
+"""bwd_05_wgmma and bwd_06_specialize: results and order on a CPU, registers without a GPU."""
+
+import numpy as np
+import pytest
+from close import Judge
+from problems import Build, Call, covering_builds, list_of_calls
+from test_backward_kernels import draw, run, same_bits
+
+import cuflash
+from cuflash import build, checks, emulator, launch, rows_hopper_backward
+from cuflash.cases import cases
+
+ROWS = ("bwd_05_wgmma", "bwd_06_specialize")
+QUICK = {case.name: case for case in cases(quick=True)}
+ALL = {case.name: case for case in cases()}
+
+
+@pytest.fixture(autouse=True)
+def copies_however_dear(monkeypatch):
+    """What TMA cannot address is copied here, where a short call would be refused."""
+    monkeypatch.setattr("cuflash.copies.COPY_SHARE", 1e9)
+    launch.forget()
+    yield
+    launch.forget()
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_cases(row, name):
+    line = checks.one(row, "backward", checks.Expected(QUICK[name], "bfloat16"), np)
+    assert line.status in ("passed", "refused"), line.message
+
+
+def test_the_core_is_not_refused():
+    for row in ROWS:
+        for name in ("plain", "ragged grouped heads", "causal", "causal few keys", "head_dim 128", "no keys"):
+            line = checks.one(row, "backward", checks.Expected(QUICK[name], "float16"), np)
+            assert line.status == "passed", f"{row}, {name}: {line.message}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ALL)
+def test_all_cases(name, dtype):
+    expected = checks.Expected(ALL[name], dtype)
+    for row in ROWS:
+        for seed in range(3):
+            with emulator.options(seed=seed):
+                line = checks.one(row, "backward", expected, np)
+            assert line.status != "failed", f"seed {seed}: {line.message}"
+
+
+OPTIONS = [
+    one
+    for one in covering_builds(48)
+    if one.dtype in ("float16", "bfloat16") and max(one.head_dims) <= 128 and min(one.head_dims) >= 8
+]
+
+
+@pytest.mark.parametrize("one", OPTIONS[::3], ids=lambda one: f"{one.dtype}-{one.head_dim}")
+def test_options(one):
+    for call in list_of_calls(2, seed=5, build=one, max_length=300, max_scores=2**14):
+        run(call, "bwd_06_specialize")
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(8, 128), (96, 96), (104, 40), (96, 64), (128, 128)])
+def test_every_tile(head_dim, head_dim_v):
+    """Halves of dQ are cut out of panels of 64, 32 or 16 columns."""
+    for row in ROWS:
+        dout, q, k, v, *_ = draw((1, 130, 200, 2, 1, head_dim, head_dim_v), "bfloat16", {})
+        options = {"causal": True}
+        run(Call(q, k, v, dout=dout, dlse=None, options=options, build=Build(dtype="bfloat16")), row)
+
+
+IN_TURN = {
+    "window": Build(dtype="bfloat16", causal=True, window=True, deterministic=True),
+    "packed": Build(dtype="float16", sequences="packed", causal=True, deterministic=True),
+    "block mask": Build(dtype="bfloat16", block_mask=(64, 48), deterministic=True),
+}
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_blocks_add_to_dq_in_turn(name):
+    """Whatever the order of threads and blocks: the same bits."""
+    (call,) = list_of_calls(1, seed=11, build=IN_TURN[name], max_length=400, extreme=False)
+    first = run(call, "bwd_06_specialize")
+    for seed in (1, 2):
+        with emulator.options(seed=seed, copies="late" if seed == 2 else "early"):
+            assert same_bits(first, run(call, "bwd_06_specialize"))
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """Idle warps open and close tiles of short heads too, of the unit after next already."""
+    monkeypatch.setattr(rows_hopper_backward, "LONG", 1)
+    monkeypatch.setattr(rows_hopper_backward, "ENOUGH_BLOCKS", 2)
+    launch.forget()
+    yield
+    launch.forget()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_idle_warps_open_and_close_tiles(few_blocks, causal, head_dim):
+    arrays = dout, q, k, v, *_ = draw((3, 200, 300, 4, 2, head_dim, head_dim), "bfloat16", {})
+    found = cuflash.explain(q, k, v, kernel="bwd_06_specialize", backward=True, causal=causal)
+    first, main, last = found.launches
+    assert first.grid == last.grid and 0 < first.grid[0] < rows_hopper_backward.places(found.problem, dict(main.params))
+    call = Call(q, k, v, dout=dout, dlse=None, options={"causal": causal}, build=Build(dtype="bfloat16"))
+    judge = Judge(call)
+    for seed in (0, 1):
+        with emulator.options(seed=seed):
+            run(call, "bwd_06_specialize", judge)
+    assert len(arrays) == 6
+
+
+def test_rows_past_an_end_may_hold_anything():
+    """Packed sequences, NaN behind the last of them: each gets what it gets alone, and the rest zeros."""
+    lengths = [0, 1, 128, 5, 129]
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    n = cu[-1] + 9
+    dout, q, k, v, *_ = (x[0] for x in draw((1, n, n, 2, 1, 64, 64), "bfloat16", {}))
+    for x in (dout, q, k, v):
+        x[cu[-1] :] = np.nan
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": True}
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **packed)
+    found = cuflash.attention_backward(dout, q, k, v, out, lse, kernel="bwd_06_specialize", **packed)
+    for x in found[:3]:
+        assert not x[cu[-1] :].any()
+    for b in range(len(lengths)):
+        rows = slice(cu[b], cu[b + 1])
+        one = [x[None, rows] for x in (dout, q, k, v, out)]
+        alone = cuflash.attention_backward(
+            *one, lse[None, :, rows], kernel="bwd_06_specialize", causal=True, deterministic=True
+        )
+        for x, y in zip(found[:3], alone[:3], strict=True):
+            np.testing.assert_allclose(x[rows].astype(np.float32), y[0].astype(np.float32), rtol=0.02, atol=0.02)
+
+
+def test_few_blocks_share_the_heads_of_a_group():
+    dout, q, k, v, *_ = draw((1, 100, 130, 8, 1, 64, 40), "bfloat16", {})
+    found = cuflash.explain(q, k, v, kernel="bwd_06_specialize", backward=True)
+    assert {"pass_convert__dk", "pass_convert__dv"} < {one.name for one in found.launches}
+    run(Call(q, k, v, dout=dout, dlse=None, options={}, build=Build(dtype="bfloat16")), "bwd_06_specialize")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_tuned_tiles_do_not_spill(head_dim, dtype):
+    q = cuflash.spec((8, 2048, 16, head_dim), dtype)
+    for row, options in ((row, {"causal": c, "deterministic": d}) for row in ROWS for c in (0, 1) for d in (0, 1)):
+        options = {name: bool(value) for name, value in options.items()}
+        found = cuflash.explain(q, q, q, device="sm_90a", kernel=row, backward=True, **options)
+        assert found.spills <= found.tile.spills, (row, options)
+        (built,) = build.compile_all([found.main.job])
+        assert built.warnings == (), (row, options)
