@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from cuflash.plan import Plan
 
 WIDTH = 12  # of labels
+PRODUCTS = (  # by PRECISION of kernels/lib/params.cuh
+    "float32 arithmetic",
+    "one TF32 product on tensor cores: 11 bits of each number",
+    "three TF32 products on tensor cores: what float32 keeps",
+)
 
 
 def text(plan: Plan) -> str:
@@ -55,6 +60,8 @@ def pairs(plan: Plan) -> Iterator[tuple[str, str]]:
         tile = ", ".join(f"{name} {params[name]}" for name in ("TILE_Q", "TILE_KV", "HEAD_DIM", "HEAD_DIM_V"))
         stages = "1 stage" if params["N_STAGES"] == 1 else f"{params['N_STAGES']} stages"
         yield "tile", f"{tile}, {params['N_WARPS']} warps, {stages}"
+        if problem.dtype == "float32":
+            yield "products", PRODUCTS[params["PRECISION"] if plan.row.flops_per_clock else 0]
     for launch in plan.launches:
         grid = " x ".join(f"{n:,}" for n in launch.grid if n > 1) or "1"
         shared = f"{launch.smem_bytes:,} bytes of shared memory"

@@ -5,6 +5,8 @@ Shared memory and grids are what the kernels' headers say; traffic is that of fw
 
 from __future__ import annotations
 
+from typing import Any
+
 from cuflash.problem import Problem
 from cuflash.row import (
     CORE,
@@ -23,25 +25,30 @@ from cuflash.rows_forward import LENGTHS, Traffic, kept_blocks_bytes, keys_of, t
 
 DTYPES = ("float16", "bfloat16")
 LIMITS = (*LENGTHS, ("head_dim", 256), ("head_dim_v", 256))
+FLOAT32 = 2  # DTYPE of params.cuh
 KB = 1024
+HALVES: dict[str, Any] = {"itemsizes": (2,)}
+FLOATS: dict[str, Any] = {"itemsizes": (4,), "least": 32}
 
 
-def _tiles_bytes(p: Params, stages: int) -> int:
+def _span(p: Params) -> int:
+    """Keys that come together: kernels/lib/parts.cuh."""
+    return p["TILE_KV"] * p.get("PARTS", 1)
+
+
+def _tiles_bytes(p: Params) -> int:
+    size, stages = (4 if p["DTYPE"] == FLOAT32 else 2), p["N_STAGES"]
     return shared_bytes(
-        (2, p["TILE_Q"], p["HEAD_DIM"]),
-        (2, stages * p["TILE_KV"], p["HEAD_DIM"]),
-        (2, stages * p["TILE_KV"], p["HEAD_DIM_V"]),
+        (size, p["TILE_Q"], p["HEAD_DIM"]),
+        (size, stages * _span(p), p["HEAD_DIM"]),
+        (size, stages * _span(p), p["HEAD_DIM_V"]),
     )
 
 
-def _one_stage(p: Params) -> int:
-    return _tiles_bytes(p, 1)
-
-
-def _two_stages(p: Params) -> int:
+def _pipeline_smem(p: Params) -> int:
     blocks = p["BLOCK_Q"], p["BLOCK_KV"]
-    kept = kept_blocks_bytes(p["TILE_Q"], p["TILE_KV"], *blocks, 2) if p["BLOCK_MASK"] else 0
-    return _tiles_bytes(p, 2) + kept
+    kept = kept_blocks_bytes(p["TILE_Q"], _span(p), *blocks, 2) if p["BLOCK_MASK"] else 0
+    return _tiles_bytes(p) + kept
 
 
 FWD_03 = Row(
@@ -52,7 +59,7 @@ FWD_03 = Row(
         Tile(64, 64, 4, up_to=128),  # 48 KB at 128
         Tile(64, 32, 4, up_to=256),  # 64 KB at 256: what sm_75 has
     ),
-    (Step("fwd_03_mma", query_tiles, _one_stage),),
+    (Step("fwd_03_mma", query_tiles, _tiles_bytes),),
     "tensor cores; P is S's registers repacked",
     dtypes=DTYPES,
     dtype_archs=(("bfloat16", 80),),
@@ -67,7 +74,7 @@ FWD_04 = Row(
     False,
     80,
     FWD_03.tiles,
-    (Step("fwd_04_swizzle", query_tiles, _one_stage),),
+    (Step("fwd_04_swizzle", query_tiles, _tiles_bytes),),
     "XOR the chunk index: no bank conflicts",
     dtypes=DTYPES,
     features=CORE,
@@ -76,9 +83,9 @@ FWD_04 = Row(
     flops_per_clock=2048,
 )
 
-# ---- fwd_05_pipeline: blocks that share the keys of a query tile
+# ---- fwd_05_pipeline: blocks that share the keys of a query tile; floats
 
-ENOUGH_BLOCKS = 132  # one on every SM of a large GPU
+N_SMS = 132  # of a large GPU
 LEAST_KEYS = 512  # for one block: below, merging costs more than it brings
 
 
@@ -88,8 +95,15 @@ def splits(problem: Problem, p: Params) -> int:
     if problem.packed or blocks == 0:
         return 0
     begin, end = keys_of(problem, max(problem.len_q - p["TILE_Q"], 0), problem.len_q)  # of the last tile
-    most = min(8, ENOUGH_BLOCKS // blocks, (end - begin) // LEAST_KEYS)
-    return 1 << most.bit_length() - 1 if most > 1 else 0
+    for shares in (8, 4, 2):
+        per_sm = ceil_div(blocks * shares, N_SMS)  # two on an SM help less than one where none was
+        if per_sm <= 2 and end - begin >= per_sm * LEAST_KEYS * shares:
+            return shares
+    return 0
+
+
+def _parts(parts: int, unrolled: int, blocks: int = 1) -> tuple[tuple[str, int], ...]:
+    return ("PARTS", parts), ("UNROLLED", unrolled), ("BLOCKS", blocks)
 
 
 def _shared_tiles(problem: Problem, p: Params) -> Grid:
@@ -101,39 +115,98 @@ def _merged_rows(problem: Problem, p: Params) -> Grid:
     return (ceil_div(rows, p["N_WARPS"]) if p["SPLIT"] else 0), 1, 1
 
 
-def _part_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
-    if not p["SPLIT"]:
-        return ()
-    lead, rows = (p["SPLIT"], problem.batch), (problem.heads, problem.len_q)
-    return (
-        Slot("O_parts", "float32", (*lead, problem.len_q, problem.heads, problem.head_dim_v)),
-        Slot("lse_parts", "float32", (*lead, *rows)),
-    )
+def _in_three_products(problem: Problem) -> bool:
+    return problem.dtype == "float32" and problem.precision != "tf32"
+
+
+def _precision(problem: Problem, p: Params) -> Params:
+    return {"PRECISION": 2} if _in_three_products(problem) else {}
+
+
+def _pipeline_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
+    slots: tuple[Slot, ...] = ()
+    if p["SPLIT"]:
+        lead, rows = (p["SPLIT"], problem.batch), (problem.heads, problem.len_q)
+        slots = (
+            Slot("O_parts", "float32", (*lead, problem.len_q, problem.heads, problem.head_dim_v)),
+            Slot("lse_parts", "float32", (*lead, *rows)),
+        )
+    if _in_three_products(problem):
+        slots += (Slot("odd_warps", "int32", (_shared_tiles(problem, p)[0] * p["N_WARPS"],)),)
+    return slots
 
 
 def _pipeline_bytes(problem: Problem, p: Params) -> Traffic:
     """{} too where keys are shared: what pass_merge reads depends on which parts saw anything."""
-    return {} if p["SPLIT"] else tiled_bytes(problem, p)
+    if p["SPLIT"]:
+        return {}
+    traffic = tiled_bytes(problem, p | {"TILE_KV": _span(p)})
+    if traffic and _in_three_products(problem):  # and none of them is odd
+        written = _shared_tiles(problem, p)[0] * p["N_WARPS"] * 4
+        traffic |= {"odd_warps": (written * p["N_WARPS"], written)}
+    return traffic
 
+
+# The first that takes the problem and fits wins.  Two blocks of 4 warps on an SM hide each other's softmax:
+# with HOPPER on 228 KB, measured on an H200 beside PyTorch's FlashAttention-2; with AMPERE on the 164 KB of
+# sm_80; else on the 100 KB of sm_86, 89 and 120, where they fit.
+HOPPER, AMPERE = 227 * KB, 163 * KB
+PIPELINE_TILES = (
+    # few queries: a warp without rows copies and does not multiply, and 4 warps of 16 rows waste least
+    Tile(64, 64, 4, 2, up_to=128, most_queries=64, room=AMPERE, **HALVES),
+    Tile(64, 32, 4, 2, up_to=256, most_queries=64, **HALVES),
+    # 16 bits.  Short sequences: three blocks, so that the ends of a block cost less
+    Tile(128, 32, 4, 2, up_to=64, longest=2048, room=HOPPER, options=_parts(2, 2, 3), **HALVES),
+    Tile(128, 64, 4, 2, up_to=64, room=HOPPER, options=_parts(2, 1), **HALVES),  # fewest barriers
+    Tile(128, 48, 4, 2, up_to=96, room=HOPPER, options=_parts(2, 2), **HALVES),  # 64 keys of S would spill
+    Tile(128, 32, 4, 2, up_to=128, room=HOPPER, options=_parts(2, 2), **HALVES),  # 48 would
+    Tile(64, 64, 4, 1, up_to=256, room=HOPPER, **HALVES),  # O of 32 rows a warp would not fit registers
+    Tile(128, 64, 4, 2, up_to=64, **HALVES),
+    Tile(128, 48, 4, 2, up_to=96, room=AMPERE, **HALVES),
+    Tile(128, 32, 4, 2, up_to=128, room=AMPERE, **HALVES),
+    Tile(64, 64, 4, 1, up_to=192, room=AMPERE, **HALVES),
+    Tile(128, 64, 8, 1, up_to=256, room=AMPERE, **HALVES),  # one block, so 8 warps
+    Tile(128, 32, 4, 1, up_to=128, **HALVES),
+    Tile(64, 32, 4, 1, up_to=192, **HALVES),
+    Tile(64, 64, 4, 1, up_to=256, **HALVES),
+    # float32 as one TF32 product
+    Tile(128, 32, 4, 2, up_to=64, tf32=True, room=HOPPER, options=_parts(2, 2), **FLOATS),
+    Tile(64, 32, 4, 2, up_to=96, tf32=True, **FLOATS),
+    Tile(128, 32, 8, 2, up_to=128, tf32=True, room=HOPPER, **FLOATS),
+    Tile(64, 32, 4, 2, up_to=128, tf32=True, **FLOATS),
+    Tile(128, 16, 8, 2, up_to=256, tf32=True, room=HOPPER, **FLOATS),
+    # float32 as three: parts of S's operands need as many registers as S, so 16 rows a warp
+    Tile(64, 32, 4, 2, up_to=64, room=HOPPER, options=_parts(2, 2), **FLOATS),
+    Tile(64, 32, 4, 2, up_to=96, room=HOPPER, **FLOATS),
+    Tile(64, 16, 4, 2, up_to=128, room=HOPPER, options=_parts(2, 1), **FLOATS),
+    Tile(128, 16, 8, 2, up_to=256, room=HOPPER, spills=140, **FLOATS),
+    Tile(64, 32, 4, 2, up_to=64, **FLOATS),
+    Tile(64, 16, 4, 2, up_to=128, **FLOATS),
+    Tile(64, 16, 4, 2, up_to=256, spills=260, **FLOATS),
+)
 
 FWD_05 = Row(
     "fwd_05_pipeline",
     True,
     80,
+    PIPELINE_TILES,
     (
-        Tile(128, 64, 4, up_to=64),
-        Tile(128, 32, 4, up_to=128),
-        Tile(64, 32, 4, up_to=256),
-    ),
-    (
-        Step("fwd_05_pipeline", _shared_tiles, _two_stages),
+        Step("fwd_05_pipeline", _shared_tiles, _pipeline_smem),
+        Step(
+            "fwd_05_pipeline__careful",
+            _shared_tiles,
+            _pipeline_smem,
+            when=_in_three_products,
+            fixed=(("PRECISION", 3),),
+        ),
         Step("pass_merge", _merged_rows, uses=("DTYPE", "OUT_DTYPE", "N_WARPS", "PACKED", "SPLIT")),
     ),
     "ask for tile j+1 before using tile j; mask only the tiles that need it",
-    dtypes=DTYPES,
+    dtypes=(*DTYPES, "float32"),
     limits=LIMITS,
-    workspace=_part_slots,
+    workspace=_pipeline_slots,
     bytes=_pipeline_bytes,
     splits=splits,
+    more=_precision,
     flops_per_clock=2048,
 )

@@ -175,7 +175,6 @@ DEVICE Results results_of(const Args& args, const QueryTile& own) {
 }
 // A part over some of the keys, for pass_merge.  workspace[0]: acc [n_splits, batch, len_q, heads,
 // head_dim_v], workspace[1]: acc [n_splits, batch, heads, len_q].
-// workspace[1]: acc [n_splits, batch, heads, len_q].
 DEVICE Results part_of(const Args& args, const QueryTile& own, i64 split) {
   const i64 dim = args.head_dim_v, row = args.heads * dim;
   const Tensor O = {args.workspace[0], args.len_q * row, row, dim, dim % 4 == 0 ? 16 : 0};
@@ -185,11 +184,11 @@ DEVICE Results part_of(const Args& args, const QueryTile& own, i64 split) {
   return {O.data, O_rows, lse, split * args.batch * lse.batch, split == 0};
 }
 
-// Keys of the split-th of n_splits blocks that share them: whole tiles.
-DEVICE Range share_of(Range keys, i64 split) {
-  const i64 first = keys.begin / tile_kv, n_tiles = ceil_div(keys.end, tile_kv) - first;
-  const i64 begin = (first + n_tiles * split / n_splits) * tile_kv;
-  const i64 end = (first + n_tiles * (split + 1) / n_splits) * tile_kv;
+// Keys of the split-th of n_splits blocks that share them, in steps of `step`: what they walk in.
+DEVICE Range share_of(Range keys, i64 split, i32 step = tile_kv) {
+  const i64 first = keys.begin / step, n_steps = ceil_div(keys.end, step) - first;
+  const i64 begin = (first + n_steps * split / n_splits) * step;
+  const i64 end = (first + n_steps * (split + 1) / n_splits) * step;
   return {static_cast<i32>(largest<i64>(keys.begin, begin)), static_cast<i32>(smallest<i64>(keys.end, end))};
 }
 

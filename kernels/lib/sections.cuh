@@ -10,17 +10,20 @@ constexpr i64 SECTION_BYTES = 16 << 20;   // of K and V: a third of the L2 of a 
 // What block x of the grid n_slots * heads owns.
 template <class T> DEVICE QueryTile query_tile_in_section(const Args& args, i64 x, i32 tile_rows) {
   if constexpr (is_packed) return query_tile_of(args, x, tile_rows);
-  const i64 n_tiles = ceil_div(args.len_q, tile_rows), group = args.heads / args.heads_k;
-  const i64 key_heads = args.batch * args.heads_k;
+  // All of these are at most the grid, which has less than 2^31 blocks: 32 bits divide faster.
+  const u32 n_tiles = static_cast<u32>(ceil_div(args.len_q, tile_rows));
+  const u32 heads = static_cast<u32>(args.heads), group = heads / static_cast<u32>(args.heads_k);
+  const u32 key_heads = static_cast<u32>(args.batch * args.heads_k);
   const i64 bytes = largest<i64>(args.len_k * (args.head_dim + args.head_dim_v) * sizeof(T), 1);
-  const i64 wide = clamp<i64>(SECTION_BYTES / bytes, 1, key_heads) * group;   // query heads of a section
-  const i64 section = x / (wide * n_tiles), place = x % (wide * n_tiles);
-  const i64 here = smallest(wide, key_heads * group - section * wide);        // the last one may be smaller
-  const i64 head = section * wide + place % here;                             // of all batches
+  const u32 fit = bytes < SECTION_BYTES ? static_cast<u32>(SECTION_BYTES) / static_cast<u32>(bytes) : 1;
+  const u32 wide = smallest(fit, key_heads) * group;   // query heads of a section
+  const u32 section = static_cast<u32>(x) / (wide * n_tiles), place = static_cast<u32>(x) % (wide * n_tiles);
+  const u32 here = smallest(wide, key_heads * group - section * wide);   // the last one may be smaller
+  const u32 head = section * wide + place % here;                        // of all batches
   QueryTile t;
-  t.h = head % args.heads;
-  t.h_k = t.h / group;
-  t.seq = sequence_of(args, head / args.heads);
+  t.h = head % heads;
+  t.h_k = head % heads / group;
+  t.seq = sequence_of(args, head / heads);
   t.i0 = static_cast<i32>(n_tiles - 1 - place / here) * tile_rows;
   t.exists = true;
   return t;
