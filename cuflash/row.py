@@ -258,6 +258,7 @@ class Row:
     dtype_archs: tuple[tuple[str, int], ...] = ()
     features: frozenset[str] = WHOLE
     limits: tuple[tuple[str, int], ...] = ()
+    dtype_limits: tuple[tuple[str, str, int], ...] = ()  # (dtype, attribute, largest value), where it is less
     workspace: Callable[[Problem, Params], tuple[Slot, ...]] = _no_slots
     # bytes(problem, params) -> {operand or slot name: (bytes read, bytes written)} of global memory, exact
     bytes: Callable[[Problem, Params], dict[str, tuple[int, int]]] | None = None
@@ -286,8 +287,12 @@ class Row:
 
     def covers(self, dtype: str, head_dim: int, head_dim_v: int) -> bool:
         """Is the row made for this dtype and these sizes?  A starred row then takes every option."""
-        sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v}
-        return dtype in self.dtypes and all(sizes.get(name, 0) <= most for name, most in self.limits)
+        sizes, limits = {"head_dim": head_dim, "head_dim_v": head_dim_v}, self.limits_of(dtype)
+        return dtype in self.dtypes and all(sizes.get(name, 0) <= most for name, most in limits)
+
+    def limits_of(self, dtype: str) -> tuple[tuple[str, int], ...]:
+        """(attribute of Problem, largest value) pairs for inputs of this dtype."""
+        return (*((name, most) for other, name, most in self.dtype_limits if other == dtype), *self.limits)
 
     def refuses(self, problem: Problem, device: Device) -> Refusal | None:
         """None, or the sentence why not; everything but tile sizes and strides (plan.py)."""
@@ -301,10 +306,10 @@ class Row:
         for word in wanted_features(problem):
             if word not in self.features:
                 return Refusal(f"does not do {FEATURES[word]}", word)
-        for attribute, most in self.limits:
+        for attribute, most in self.limits_of(problem.dtype):
             if getattr(problem, attribute) > most:
-                got = getattr(problem, attribute)
-                return Refusal(f"takes {attribute} up to {most}, got {got}", attribute)
+                got, of = getattr(problem, attribute), f" in {problem.dtype}" if self.dtype_limits else ""
+                return Refusal(f"takes {attribute} up to {most}{of}, got {got}", attribute)
         return None
 
 

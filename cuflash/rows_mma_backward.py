@@ -97,7 +97,7 @@ BWD_03 = Row(
     (
         Tile(32, 64, 4, up_to=128),  # 56 KB at 128
         Tile(32, 32, 4, up_to=192),  # 53 KB at 192
-        Tile(16, 32, 4, up_to=256),  # 51 KB at 256: sm_75 has 64
+        Tile(16, 32, 4, up_to=256, least=128),  # 51 KB at 256: sm_75 has 64
     ),
     (DELTA, Step("bwd_03_mma", key_head_tiles, _one_stage), CONVERT_DQ),
     "five tensor-core products; which operand needs a transpose",
@@ -237,19 +237,21 @@ BWD_04 = Row(
     False,
     80,
     (
+        # Where `least` is 128, 8 warps cannot share a product as narrow as the tile, or one of 96 columns.
         # Up to 64 a warp keeps its rows of P^T and dS^T in registers: 32 rows of 128.
         Tile(64, 128, 4, up_to=64, itemsizes=(2,), room=163 * KB),  # 81 KB at 64, two blocks an SM
         Tile(64, 128, 8, up_to=64, itemsizes=(2,)),  # 97 KB at 64, of the 99 that smaller GPUs have
         Tile(64, 64, 4, up_to=128, itemsizes=(2,), room=225 * KB),  # 113 KB at 128, two blocks an SM
         Tile(64, 128, 8, up_to=128, itemsizes=(2,), room=163 * KB),  # 161 KB at 128
-        Tile(32, 64, 8, up_to=128, itemsizes=(2,)),  # 88 KB at 128
+        Tile(32, 64, 8, up_to=128, itemsizes=(2,), least=128),  # 80 KB
         Tile(64, 64, 8, up_to=256, itemsizes=(2,), room=225 * KB),  # 225 KB at 256
-        Tile(32, 64, 8, up_to=256, itemsizes=(2,), room=163 * KB),  # 145 KB at 256
+        Tile(32, 64, 8, up_to=256, itemsizes=(2,), least=128, room=163 * KB),  # 145 KB at 256
         Tile(32, 32, 4, up_to=192, itemsizes=(2,)),  # 77 KB at 192
-        Tile(16, 32, 4, up_to=256, itemsizes=(2,)),  # 68 KB at 256
+        Tile(16, 32, 4, up_to=256, itemsizes=(2,), least=128),  # 68 KB at 256
         # float32 as TF32
         Tile(32, 64, 4, up_to=64, itemsizes=(4,)),  # 80 KB at 64, two blocks an SM
         Tile(32, 64, 8, up_to=128, itemsizes=(4,), least=128),  # 153 KB
+        Tile(16, 32, 4, up_to=128, itemsizes=(4,), least=128),  # 68 KB
     ),
     (
         DELTA,
@@ -271,6 +273,7 @@ BWD_04 = Row(
     "Q and dO double-buffered",
     dtypes=(*DTYPES, "float32"),
     limits=LIMITS,
+    dtype_limits=(("float32", "head_dim", 128), ("float32", "head_dim_v", 128)),
     workspace=_slots,
     bytes=_bytes,
     flops_per_clock=2048,

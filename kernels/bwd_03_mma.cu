@@ -20,7 +20,8 @@
 // Tile         TILE_Q x TILE_KV x HEAD_DIM; each product is cut among the warps so that they read least
 // Shared       in 16 bits, chunks permuted: K, V [TILE_KV, .] | Q, dO [TILE_Q, .] | P^T, dS^T [TILE_KV,
 //              TILE_Q]; lse, delta [TILE_Q] in float32
-// Registers    per thread: dK, dV 2 TILE_KV HEAD_DIM / n_threads floats, S and dP TILE_Q TILE_KV / n_threads
+// Registers    per thread: dK, dV 2 TILE_KV HEAD_DIM / n_threads floats, S and dP TILE_Q TILE_KV / n_threads.
+//              No spills, except on sm_75 from 128 on: up to 500 B
 // Bytes        per block: K, V, dK, dV once; Q, dO, lse, delta and dQ_sum (an addition) per query tile
 // Barriers     3 a tile: "operands are free", "operands are there", "P and dS are there"
 // Limiter      nothing is loaded while anything is multiplied
