@@ -28,10 +28,9 @@ from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
 DTYPES = ("float16", "bfloat16")
 LIMITS = (*LENGTHS, ("head_dim", 128), ("head_dim_v", 128))
 ENOUGH_BLOCKS = 132  # one on every SM of a large GPU
-LONG = 1024  # shorter heads leave idle warps no time
 QUERY_TILE_USES = (
     "DTYPE", "OUT_DTYPE", "O_DTYPE", "DOUT_DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "LENGTHS_Q", "PACKED",
-    "DLSE", "SOFTCAP", "ALIBI", "BIAS_DTYPE", "DALIBI", "FUSED",
+    "DLSE", "SOFTCAP", "ALIBI", "BIAS_DTYPE", "DALIBI",
 )  # fmt: skip
 
 
@@ -52,33 +51,7 @@ def places(problem: Problem, p: Params) -> int:
     return n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
 
 
-def is_fused(problem: Problem) -> bool:
-    """Whether idle warps of bwd_06_specialize open and close query tiles: kernels/lib/units.cuh."""
-    is_plain = Tile(64, 128, 12, plain=True).takes(problem) and len(problem.gradients) == 3
-    has_lengths = problem.packed or problem.has_query_lengths or problem.has_key_lengths
-    is_long = min(problem.len_k, problem.len_q) >= LONG
-    if not (is_plain and is_long) or has_lengths or problem.deterministic or problem.head_dim_v % 8:
-        return False
-    for spec in (problem.spec("out"), problem.spec("dout")):
-        if spec is not None and (
-            spec.dtype != problem.dtype
-            or spec.align % 16
-            or any(stride % 8 for stride, n in zip(spec.strides[:3], spec.shape[:3], strict=True) if n > 1)
-        ):
-            return False
-    return True
-
-
-def _fused_places(problem: Problem, p: Params) -> int:
-    """Query tiles of the units that a pass of its own opens, or closes: Unit of units.cuh."""
-    units = problem.batch * problem.heads_k
-    ahead = ceil_div(p["FUSED"], ceil_div(problem.len_k, p["TILE_KV"])) + 1
-    return places(problem, p) // units * min(ahead, units)
-
-
 def _place_grid(problem: Problem, p: Params) -> Grid:
-    if p.get("FUSED"):
-        return _fused_places(problem, p), 1, 1
     return places(problem, p), 1, 1
 
 
@@ -115,8 +88,6 @@ def query_tile_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
         Slot("dQ_tiles", "float32", (n, tile * p["HEAD_DIM"])),
         Slot("dO_tiles", problem.dtype, (dO_parts(p), n if dO_parts(p) > 1 else 0, tile * p["HEAD_DIM_V"])),
     )
-    if p.get("FUSED"):
-        return (*slots, Slot("units", "int32", (problem.batch * problem.heads_k, 2)))
     return (*slots, Slot("turns", "int32", (n, 2), zero=True)) if problem.deterministic else slots
 
 
@@ -247,12 +218,6 @@ BWD_05 = Row(
     flops_per_clock=4096,
 )
 
-def _more(problem: Problem, p: Params) -> Params:
-    """FUSED: blocks that may run while one does; with causal the first of a head outlasts twice as many."""
-    if not is_fused(problem) or _splits(problem, p) > 1:
-        return {"FUSED": 0}
-    return {"FUSED": ENOUGH_BLOCKS * (2 if problem.causal or p["WINDOW"] else 1)}
-
 
 BWD_06 = Row(
     "bwd_06_specialize",
@@ -269,5 +234,4 @@ BWD_06 = Row(
     limits=LIMITS,
     workspace=workspace,
     flops_per_clock=4096,
-    more=_more,
 )

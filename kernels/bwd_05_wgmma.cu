@@ -1,10 +1,10 @@
-// bwd_05_wgmma.cu - attention backward on Hopper: warpgroups multiply from shared memory, TMA fills it.   sm_90a
+// bwd_05_wgmma.cu - attention backward: warpgroups multiply from shared memory, TMA fills it.   sm_90a
 //
 // Read after   bwd_04_pipeline.cu, fwd_07_tma.cu          Read next   bwd_06_specialize.cu
-// Changes      S and dP are made transposed, keys as rows: packed, they are the A operands of dV += P^T dO and
-//              dK += dS^T Q as they lie, so P never meets shared memory and dS does for dQ alone.  dQ leaves
-//              by additions of 16 bytes a lane, to an array in the order of accumulators; one thread asks
-//              for whole tiles
+// Changes      S and dP are made transposed, keys as rows: packed, they are the A operands of dV += P^T dO
+//              and dK += dS^T Q as they lie, so P never meets shared memory and dS does for dQ alone.  dQ
+//              leaves by additions of 16 bytes a lane, to an array in the order of accumulators; one thread
+//              asks for whole tiles
 //
 // Algorithm    = tiled_backward.backward.   One block: TILE_KV keys of one (sequence, key head).
 //                K, V -> shared, once
@@ -17,12 +17,13 @@
 //                  dQ -> its sum in memory
 //                dK * scale, dV -> memory          (pass_query_tiles__close makes dQ of the sums)
 // Grid         x: key tile + n_tiles * (key head + heads_k * (sequence + batch * split)); packed: slots
-//              (lib/positions.cuh) for tiles.  Where blocks are few, n_splits of them share a key head's query
-//              heads and add to dK_sum and dV_sum.
+//              (lib/positions.cuh) for tiles.  Where blocks are few, n_splits of them share a key head's
+//              query heads and add to dK_sum and dV_sum.
 // Shared       K [TILE_KV, .] | V | Q [2][TILE_Q, .] | dO [2] | dS [TILE_KV, TILE_Q] | lse, delta [2]
 // Registers    per thread: dK HEAD_DIM / 2, dV HEAD_DIM_V / 2, S and dP TILE_Q / 2 each, dQ, P, dS
 // Bytes        per block: K, V, dK, dV once; Q, dO, rows and an addition to dQ per query tile
-// Barriers     KV_full, full[2]: "it is there".  2 block_sync a step: "dS is there", "this step's tiles are used"
+// Barriers     KV_full, full[2]: "it is there".  2 block_sync a step: "dS is there", "this step's tiles are
+//              used"
 #include "lib/params.cuh"
 #include "lib/key_group.cuh"
 
@@ -41,7 +42,8 @@ struct Smem {
   DEVICE bool keeps(const Walk&, i32, i32, i32, int) { return true; }   // no block mask
 };
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "bwd_05_wgmma: Smem and its row disagree");
-static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes, "bwd_05_wgmma: Args and launch.py disagree");
+static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes,
+              "bwd_05_wgmma: Args and launch.py disagree");
 static_assert(n_threads == group_threads, "bwd_05_wgmma: two warpgroups");
 
 // By one thread: the tile of queries where the walk stands, into a stage.

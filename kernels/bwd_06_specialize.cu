@@ -6,16 +6,16 @@
 //              Every option of the contract
 //
 // Algorithm    = tiled_backward.backward.   One block: TILE_KV keys of one (sequence, key head).
-//                producer     K, V once; Q, lse and delta, dO of each query tile that sees these keys, of each
-//                             query head of the group
+//                producer     K, V once; Q, lse and delta, dO of each query tile that sees these keys, of
+//                             each query head of the group
 //                consumers    64 keys each, rows of S^T = K Q^T and dP^T = V dO^T (lib/key_rows.cuh):
 //                  P = 2^(S - lse)                registers; in 16 bits it is the A operand of dV += P^T dO
-//                  dS = P (dP - delta)            registers: A of dK += dS^T Q; shared memory: both groups' dS
+//                  dS = P (dP - delta)            registers: A of dK += dS^T Q; shared memory: both groups'
 //                  dQ = dS K                      each group a half of it; added to the sums in memory
 //                dK * scale, dV -> memory         (pass_query_tiles__close makes dQ of the sums)
 // Grid         x: key tile + n_tiles * (key head + heads_k * (sequence + batch * split)); packed: slots
-//              (lib/positions.cuh) for tiles.  Where blocks are few, n_splits of them share a key head's query
-//              heads and add to dK_sum and dV_sum.
+//              (lib/positions.cuh) for tiles.  Where blocks are few, n_splits of them share a key head's
+//              query heads and add to dK_sum and dV_sum.
 // Shared       K [TILE_KV, .] | V | Q [2][TILE_Q, .] | dO [2] | dS [2][TILE_KV, TILE_Q] | lse, delta [2]
 // Registers    per consumer: dK HEAD_DIM / 2, dV HEAD_DIM_V / 2, S and dP TILE_Q / 2 each, dQ, P, dS
 // Bytes        per block: K, V, dK, dV once; Q, dO, rows and an addition to dQ per query tile
@@ -24,7 +24,6 @@
 //              between a group and the thread that takes turns for it
 #include "lib/params.cuh"
 #include "lib/key_group.cuh"
-#include "lib/units.cuh"
 
 // The next S under this step's arithmetic: where registers hold it beside dK and dV.
 constexpr bool runs_ahead = overlaps && head_dim_tile + head_dim_v_tile <= 192;
@@ -66,13 +65,6 @@ DEVICE void produce(const MappedArgs& args, Smem& smem, const Own& own, const Me
     smem.K.load(args.maps.K, smem.KV_full(), row, h_k, b);
     smem.V.load(args.maps.V, smem.KV_full(), row, h_k, b);
   }
-  if constexpr (fuses_passes) {
-    const Unit unit(args);
-    if (lane == 0 && unit.number >= unit.ahead)
-      Global<i32>(args.workspace[SLOT_UNITS]).wait_for(2 * unit.number, static_cast<i32>(unit.n_tiles));
-    warp_sync();            // lane 0 has seen that the unit is open
-    fence_async_global();   // the bulk copies see it too
-  }
   const Global<float> rows(args.workspace[SLOT_ROWS]);
   constexpr u32 rows_bytes = 2 * tile_q * sizeof(float);
 #pragma unroll 1
@@ -93,9 +85,10 @@ DEVICE void produce(const MappedArgs& args, Smem& smem, const Own& own, const Me
   }
 }
 
-// deterministic: one thread per consumer waits until it is the group's turn to add to the next tile of dQ, and
-// says when it has.  The consumers do not see how long that takes.
-DEVICE void take_turns(const Args& args, Smem& smem, const Own& own, const Meeting& meeting, int group, int lane) {
+// deterministic: one thread per consumer waits until it is the group's turn to add to the next tile of dQ,
+// and says when it has.  The consumers do not see how long that takes.
+DEVICE void take_turns(const Args& args, Smem& smem, const Own& own, const Meeting& meeting, int group,
+                       int lane) {
   const Sequence& seq = own.keys.seq;
   const Global<i32> turns(args.workspace[SLOT_TURNS]);
   QueryWalk<Walk> at(args, seq, meeting.queries, own.keys.j0, own.h_begin, own.h_end, lane);
@@ -235,14 +228,13 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
   block_sync();   // the barriers are there
 
   if (warpgroup == 0) {
-    registers_shrink<fuses_passes && tile_q == 64 ? 40 : 24>();
+    registers_shrink<24>();
     const int warp = shfl(thread / 32, 0);
     if (warp == 0) produce(args, smem, own, meeting, thread);
-    else if (fuses_passes) open_and_close(args, thread - 32);
     else if (deterministic && warp < 3) take_turns(args, smem, own, meeting, warp - 1, thread % 32);
     return;
   }
-  registers_grow<fuses_passes && tile_q == 64 ? 232 : 240>();
+  registers_grow<240>();
   Consumer mine(args, smem, own, meeting, warpgroup - 1, thread);
   QueryWalk<Walk> at(args, own.keys.seq, meeting.queries, own.keys.j0, own.h_begin, own.h_end, thread % 32);
   if (at.exists()) {
@@ -251,10 +243,6 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
     if constexpr (runs_ahead) mine.run_ahead(at);
     else mine.run(at);
     mine.leave_head();
-  }
-  if constexpr (fuses_passes) {
-    barrier_sync(1, group_threads);   // both groups have added
-    if (threadIdx.x == 128) Global<i32>(args.workspace[SLOT_UNITS]).add_release(2 * Unit(args).number + 1, 1);
   }
   mine.finish();
 }

@@ -2,17 +2,15 @@
 //
 // pass_query_tiles__open    delta = rowsum(dO * O) - dlse and lse, padded to whole tiles;
 //                           dQ sums = 0; dO in 16 bits where it has others
-// pass_query_tiles__close   dQ = sum * scale, from the order of accumulators to rows; zeros where a query does
-//                           not exist
-//                           (with lib/units.cuh only the first tiles are opened here, and the last ones closed)
-// Grid         x: places (lib/query_tiles.cuh) from the first on, up to the last
+// pass_query_tiles__close   dQ = sum * scale, from the order of accumulators to rows; zeros where a query
+//                           does not exist
+// Grid         x: places (lib/query_tiles.cuh)
 // Registers    __open: 8 numbers of O and 8 of dO a lane and 64 columns; __close: 4 x 16 bytes
 // Bytes        __open: O, dO, lse, dlse once, rows and dQ sums once; __close: sums and dQ once
 #include "lib/params.cuh"
 #include "lib/accumulators.cuh"
 #include "lib/panels.cuh"
 #include "lib/query_tiles.cuh"
-#include "lib/units.cuh"
 
 constexpr int open_threads = 256, close_threads = 256;
 constexpr int open_blocks = 4;   // on an SM: while some wait for O and dO others write zeros
@@ -66,10 +64,6 @@ template <class From> DEVICE Eight load_eight(const Tensor& tensor, i64 first, i
 
 KERNEL(open_threads, open_blocks) pass_query_tiles__open(const __grid_constant__ Args args) {
   const int thread = threadIdx.x, lane = thread % row_lanes;
-  if constexpr (fuses_passes)
-    for (i64 at = static_cast<i64>(blockIdx.x) * open_threads + thread; at < args.batch * args.heads_k * 2;
-         at += static_cast<i64>(gridDim.x) * open_threads)
-      Global<i32>(args.workspace[SLOT_UNITS]).store(at, 0);
   const i64 place = blockIdx.x;
   const QueryTile own = query_tile_at(args, place);
   if (!own.exists) return;
@@ -117,7 +111,7 @@ KERNEL(open_threads, open_blocks) pass_query_tiles__open(const __grid_constant__
 
 KERNEL(close_threads, 1) pass_query_tiles__close(const __grid_constant__ Args args) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const i64 place = all_places(args) - gridDim.x + blockIdx.x;
+  const i64 place = blockIdx.x;
   const QueryTile own = query_tile_at(args, place);
   if (!own.exists) return;
   const Sequence& seq = own.seq;

@@ -1,8 +1,9 @@
-// key_group.cuh - one warpgroup of a Hopper backward: 64 keys of the block's tile, and what it does with them.
+// key_group.cuh - one warpgroup of a Hopper backward: 64 keys of the block's tile, and what it does with
+// them.
 //
-// It holds dK and dV of its keys, and per step S^T and dP^T (lib/key_rows.cuh), P and dS in 16 bits and its half
-// of dQ.  Functions named ask_... issue a product and commit it; a wgmma_wait later it is there.  The kernel
-// orders them and says what waits for what.
+// It holds dK and dV of its keys, and per step S^T and dP^T (lib/key_rows.cuh), P and dS in 16 bits and its
+// half of dQ.  Functions named ask_... issue a product and commit it; a wgmma_wait later it is there.  The
+// kernel orders them and says what waits for what.
 //
 // Smem has K, V, Q[], dO[][], dS[] (PanelTile), rows (stage s: lse_log2 in row 2 s, delta in row 2 s + 1),
 // sums, and KeptBlocks.
@@ -26,8 +27,8 @@ constexpr bool needs_tests = has_foreign_rows || dbias_case == 1;   // where pai
 constexpr bool rules_differ = !is_plain || has_mask || has_dropout || wants_dbias;   // from head to head
 using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;   // owns keys, walks queries
 constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::tiles_are_whole);
-// Options are worked out with no product on its way, and apart from the registers of one: what threads do each
-// for itself does not go with wgmma.
+// Options are worked out with no product on its way, and apart from the registers of one: what threads do
+// each for itself does not go with wgmma.
 constexpr bool overlaps = !rules_differ && !asks_blocks && !converts_dO;
 static_assert(tile_kv == 128 && (tile_q == 64 || tile_q == 128), "key_group: two groups of 64 keys");
 
@@ -212,9 +213,11 @@ template <class Smem, int held_steps> struct KeyGroup {
     float own_x[n_scores];
     float(&x)[n_scores] = overlaps ? dP : own_x;
     if constexpr (!overlaps) copy(own_x, dP);
-    if (!needs_tests || is_whole(meeting, at.i0))
-      make_gradients<false>(args, rules, x, weights, P, slopes, kept, delta, row, at.i0, j, queries, sums, lane);
-    else make_gradients<true>(args, rules, x, weights, P, slopes, kept, delta, row, at.i0, j, queries, sums, lane);
+    const i32 i0 = at.i0;
+    if (!needs_tests || is_whole(meeting, i0))
+      make_gradients<false>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums, lane);
+    else
+      make_gradients<true>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums, lane);
     pack_scores(dS, x);
   }
 

@@ -49,7 +49,8 @@ DEVICE Meeting meeting_of(const Args& args, const Sequence& seq, i32 j0, bool as
   const i32 j1 = smallest(j0 + tile_kv, seq.len_k);
   if (j0 >= j1) return {};
   Meeting meeting = {visible_queries(args, seq, j0, j1 - 1), {}};
-  // With j the bounds of its queries move one way: the last key has the latest begin, the first the earliest end.
+  // With j the bounds of its queries move one way: the last key has the latest begin, the first the
+  // earliest end.
   const Range first = visible_queries(args, seq, j0, j0);
   const Range last = visible_queries(args, seq, j0 + tile_kv - 1, j0 + tile_kv - 1);
   if (!asks_elements && !masks_every_tile)
@@ -100,8 +101,9 @@ template <class Walk> struct QueryWalk {
   }
 };
 
-// The key tile of block x of the grid: tiles of a head side by side, the heaviest with causal first; but where
-// blocks take turns the last keys first.  slot: its number among all sequences' tiles, as pass_dalibi counts.
+// The key tile of block x of the grid: tiles of a head side by side, the heaviest with causal first; but
+// where blocks take turns the last keys first.  slot: its number among all sequences' tiles, as pass_dalibi
+// counts.
 DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
   KeyTile t = {};
   if constexpr (is_packed) {
@@ -151,7 +153,8 @@ DEVICE KeptWeights kept_weights_of(const Dropout& dropout, i32 i0, i32 j, int la
 }
 
 // Statistics (lse or delta) of the queries 8 c + 2 (lane % 4) and + 1, from shared memory.
-template <int rows> DEVICE Pack<float, 2> pair_of(Shared<float, rows, tile_q>& statistics, int row, int c, int lane) {
+template <int rows>
+DEVICE Pack<float, 2> pair_of(Shared<float, rows, tile_q>& statistics, int row, int c, int lane) {
   return statistics.template as<Pack<float, 2>>(row, 8 * c + 2 * (lane % 4));
 }
 // A row of them that a lane has fetched ahead of its use.
@@ -169,8 +172,8 @@ struct HeldRow {
 DEVICE Pack<float, 2> pair_of(HeldRow& held, int, int c, int) { return held.pair[c]; }
 
 // S <- P = e^(score - lse), 0 where hidden.  slopes, with softcap: d score / d (scale q.k).
-// statistics(row, .): lse of the tile's queries, as query_tiles.cuh keeps it.  keys: what the lane's two keys may see.
-// tests: false where every pair is known to be visible.
+// statistics(row, .): lse of the tile's queries, as query_tiles.cuh keeps it.  keys: what the lane's two
+// keys may see. tests: false where every pair is known to be visible.
 template <bool tests, class Rows, class Kept>
 DEVICE void make_weights(const Args& args, const HeadRules& rules, float (&S)[n_scores],
                          float (&slopes)[n_scores], Rows& statistics, int row, i32 i0, i32 j,
@@ -254,8 +257,8 @@ struct OptionSums {
 template <bool tests, class Rows>
 DEVICE void make_gradients(const Args& args, const HeadRules& rules, float (&dP)[n_scores],
                            const float (&weights)[n_scores], const Words& words,
-                           const float (&slopes)[n_scores], const KeptWeights& kept, Rows& statistics, int row,
-                           i32 i0, i32 j, const Range (&queries)[2], OptionSums& sums, int lane) {
+                           const float (&slopes)[n_scores], const KeptWeights& kept, Rows& statistics,
+                           int row, i32 i0, i32 j, const Range (&queries)[2], OptionSums& sums, int lane) {
 #pragma unroll
   for (int c = 0; c < n_scores / 4; ++c) {
     const int col = 8 * c + 2 * (lane % 4);

@@ -3,20 +3,20 @@
 // A query tile is TILE_Q queries of one sequence and head.  Its place is its number in two arrays:
 //   rows    float [places, 2, TILE_Q]            lse, then delta, of each query: one bulk copy a tile
 //   dQ      float [places, TILE_Q * HEAD_DIM]    the sum of dS K, in the order of accumulators
-// lse is in base 2 (times log2(e)) where only scale stands between a product and its score, natural else, where
-// the weights must be nearer to the truth; +inf where a query attends to nothing or does not exist: its weights
-// e^(score - lse) are then 0 without a test.
+// lse is in base 2 (times log2(e)) where only scale stands between a product and its score, natural else,
+// where the weights must be nearer to the truth; +inf where a query attends to nothing or does not exist:
+// its weights e^(score - lse) are then 0 without a test.
 //
 // The order of dQ: a warp's accumulator of 16 queries and 8 columns is 128 numbers side by side, lane after
 // lane, so that one instruction of a warp adds to 512 neighbouring bytes.  Piece (r, c), of queries 16 r and
 // columns 8 c on, is piece r * HEAD_DIM / 8 + c.
 //
-// dout of another dtype than Q: dO_tiles, elem [dO_parts, places, TILE_Q * HEAD_DIM_V], holds it in 16 bits, as
-// the panels of a PanelTile lie in shared memory; then what those lose of it, which dP needs too.
+// dout of another dtype than Q: dO_tiles, elem [dO_parts, places, TILE_Q * HEAD_DIM_V], holds it in 16
+// bits, as the panels of a PanelTile lie in shared memory; then what those lose of it, which dP needs too.
 //
 // deterministic: blocks of keys add to a tile one after the other, the last keys first.  Blocks start in that
-// order too (key_rows.cuh), and with causal the last keys meet a tile first: nobody waits for long.  turns, i32
-// [places, 2], counts how many have added, apart for the two warpgroups of a block.
+// order too (key_rows.cuh), and with causal the last keys meet a tile first: nobody waits for long.  turns,
+// i32 [places, 2], counts how many have added, apart for the two warpgroups of a block.
 #pragma once
 #include "barrier.cuh"
 #include "positions.cuh"
@@ -25,7 +25,8 @@
 constexpr int SLOT_ROWS = 2, SLOT_DQ = 3, SLOT_DO = 4, SLOT_TURNS = 5;
 constexpr bool is_plain = !has_softcap && !has_alibi && !has_bias;   // only scale makes a score of a product
 constexpr bool converts_dO = !is_same<dout_elem, elem>;
-// 16 bits each.  Slopes are summed over so many scores that all of float32's bits count: three times bfloat16's.
+// 16 bits each.  Slopes are summed over so many scores that all of float32's bits count: three times
+// bfloat16's.
 constexpr int dO_parts = !converts_dO ? 1 : wants_dalibi && is_same<elem, bf16> ? 3 : 2;
 
 // Query tiles of a head, over all sequences when packed.
