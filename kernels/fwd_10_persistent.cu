@@ -37,14 +37,12 @@ static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "fwd_10_persistent: 
 static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes,
               "fwd_10_persistent: MappedArgs and launch.py disagree");
 
-constexpr bool is_16_bit = sizeof(out_elem) == 2;
-using Packed = Choice<is_16_bit, out_elem, elem>::type;   // what is packed; wider results are not
+constexpr bool stores_by_tma = has_o_buffer && sizeof(out_elem) == 2;
 constexpr bool trusts = !has_dropout && !looks_ahead;   // that the maximum stays, till a sum says otherwise
 
 // ---- a warpgroup that multiplies: 64 rows of the query tile
 
-enum class Tests { none, all, asked };        // of elements in a key tile; asked: as its place says
-enum class Way { gone, by_tma, by_vectors };   // of O to memory
+enum class Tests { none, all, asked };   // of elements in a key tile; asked: as its place says
 
 struct Consumer {
   const MappedArgs& args;
@@ -60,92 +58,59 @@ struct Consumer {
   u32 Q[keeps_Q ? head_dim_tile / 16 : 1][4];
   u32 P[tile_kv / 16][4];   // weights of the tile whose P V is due
   RowState state;
-  bool used_Q;              // of this query tile: it has keys
-  u32 packed_O[head_dim_v_tile / 16][4];   // results on their way out
-  Way way;
   Range plain;              // tiles that all 64 rows see as a whole
 
   DEVICE void run() {
-    bool is_due = false;   // O of the query tile before is still to be written
     while (true) {
-      work_at.wait_full(smem.work_full);   // the next query tile is known
+      work_at.wait_full(smem.work_full);
       const Work work = smem.work(0, work_at.stage);
-      compute(work, is_due);
       if (work.i0 == NO_WORK) break;
-      close(query_tile_of(args, smem.work(0, work_at.stage)));   // read again: registers are dear in between
-      is_due = true;
-      if (!is_persistent) break;
+      compute(query_tile_of(args, work));
+      write(query_tile_of(args, smem.work(0, work_at.stage)));   // read again: registers are dear in between
       work_at.next();
     }
-    if (!is_persistent && is_due) write(work_at.stage);
-    if (leads()) bulk_wait_read<0>();   // the block may not end before O has been read
+    if (thread == 0) bulk_wait_read<0>();   // the block may not end before O has been read
   }
 
   DEVICE bool leads() const { return thread == 0; }
 
-  // O, m, l of a query tile; the results of the one before are written while its first product runs.
-  DEVICE void compute(const Work& work, bool is_due) {
-    const bool is_end = work.i0 == NO_WORK;
-    const QueryTile own = query_tile_of(args, is_end ? Work{0, 0, 0, 0} : work);
+  DEVICE void compute(const QueryTile& own) {
     const Sequence& seq = own.seq;
     const i32 i0 = own.i0 + 64 * group;
-    const Range all = is_end ? Range{0, 0} : tiles_of(keys_of_rows(args, seq, own.i0, own.i0 + tile_q));
-    Range mine = is_end ? Range{0, 0} : tiles_of(keys_of_rows(args, seq, i0, i0 + 64));
+    const Range all = tiles_of(keys_of_rows(args, seq, own.i0, own.i0 + tile_q));
+    O.clear();
+    state = no_keys_yet();
+    if (all.begin == all.end) return;
+    rules = rules_of(args, seq, own.h);
+    Range mine = tiles_of(keys_of_rows(args, seq, i0, i0 + 64));
     if (mine.begin == mine.end) mine = {all.begin, all.begin};
-    used_Q = all.begin < all.end;
+    plain = plain_tiles(seq, i0, mine);
 
-    bool sees_keys = mine.begin < mine.end;
-    i32 t = all.end - 1, j0 = t * tile_kv;   // the key tile in work
-    if (used_Q) {
-      rules = rules_of(args, seq, own.h);
-      plain = plain_tiles(seq, i0, mine);
-      Q_at.wait_full(smem.Q_full);   // Q is there
-      if constexpr (keeps_Q) take_Q();
-      if constexpr (has_block_mask) {
-        j0 = announced();
-        sees_keys = j0 != NO_TILE;
-      } else {
-#pragma unroll 1
-        for (; t >= mine.end; --t) {   // tiles that these rows do not see; V lags one behind K, as below
-          skip_K();
-          if (t < all.end - 1) skip_V();
-        }
-        j0 = t * tile_kv;
-      }
+    Q_at.wait_full(smem.Q_full);   // Q is there
+    if constexpr (keeps_Q) {
+#pragma unroll
+      for (int k = 0; k < head_dim_tile / 16; ++k)
+        ldmatrix_x4(Q[k], smem.Q[Q_at.stage].address(warp_row + lane % 16, 2 * k + lane / 16));
+      barrier_sync(1 + group, 128);   // all four warps have read Q
+      release_Q();
     }
-    if (sees_keys) {
-      Fragment<tile_kv> S;
-      multiply_QK(S);
-      if (is_due) write(work_at.stage ^ 1);
-      O.clear();
-      state = no_keys_yet();
-      wgmma_wait<0>();   // S is there; K has been read
-      if constexpr (!asks_blocks) release_K();
-      change<Tests::asked>(seq, i0, j0, S);
-      acc shrink[n_rows];
-      soften(i0, j0, S, shrink);
-      keep_weights(S);
-    } else {
-      if (is_due) write(work_at.stage ^ 1);
-      O.clear();
-      state = no_keys_yet();
-    }
-    if (!used_Q) return;
-    if constexpr (has_block_mask) walk_announced(seq, i0, sees_keys);
-    else walk_range(seq, i0, all, mine, t - 1);
+    if constexpr (has_block_mask) walk_announced(seq, i0);
+    else walk_range(seq, i0, all, mine);
     Q_at.next();
   }
-  DEVICE void take_Q() {
-#pragma unroll
-    for (int k = 0; k < head_dim_tile / 16; ++k)
-      ldmatrix_x4(Q[k], smem.Q[Q_at.stage].address(warp_row + lane % 16, 2 * k + lane / 16));
-    barrier_sync(1 + group, 128);   // all four warps have read Q
-    release_Q();
-  }
 
-  // Key tiles from t, the second that these rows see, to the first of all.
-  DEVICE void walk_range(const Sequence& seq, i32 i0, Range all, Range mine, i32 t) {
+  // Key tiles from the last to the first, as far as these rows see.
+  DEVICE void walk_range(const Sequence& seq, i32 i0, Range all, Range mine) {
+    i32 t = all.end - 1;
+#pragma unroll 1
+    for (; t >= mine.end; --t) {   // tiles that these rows do not see; V lags one behind K, as below
+      skip_K();
+      if (t < all.end - 1) skip_V();
+    }
     if (mine.begin < mine.end) {
+      if (plain.begin <= t && t < plain.end) first_step<Tests::none>(seq, i0, t * tile_kv);
+      else first_step<Tests::all>(seq, i0, t * tile_kv);
+      --t;
       if (mine.end < all.end) skip_V();
       if constexpr (causal || has_window || asks_elements) {
 #pragma unroll 1
@@ -159,25 +124,26 @@ struct Consumer {
 #pragma unroll 1
         for (; t >= mine.begin; --t) step<Tests::all>(seq, i0, t * tile_kv);
       }
-    } else {
-      t = all.begin - 1;   // all have been skipped
     }
     if (!keeps_Q) release_Q();
     if (mine.begin < mine.end) last_step();
-    else skip_V();
+    else if (mine.end < all.end) skip_V();
 #pragma unroll 1
     for (; t >= all.begin; --t) skip_K(), skip_V();
   }
 
-  // Key tiles that hold a kept block, as the producer finds them, from the second on.
-  DEVICE void walk_announced(const Sequence& seq, i32 i0, bool sees_keys) {
+  // Key tiles that hold a kept block, as the producer finds them.
+  DEVICE void walk_announced(const Sequence& seq, i32 i0) {
+    i32 j0 = announced();
+    const bool any_tile = j0 != NO_TILE;
+    if (any_tile) first_step<Tests::asked>(seq, i0, j0);
 #pragma unroll 1
-    for (i32 j0 = sees_keys ? announced() : NO_TILE; j0 != NO_TILE; j0 = announced())
+    for (j0 = any_tile ? announced() : NO_TILE; j0 != NO_TILE; j0 = announced())
       step<Tests::asked>(seq, i0, j0);
     barrier_sync(1 + group, 128);   // all have seen the stage that said so, and may not lag
     release_K();
     if (!keeps_Q) release_Q();
-    if (sees_keys) last_step();
+    if (any_tile) last_step();
   }
   DEVICE i32 announced() {
     K_at.wait_full(smem.K_full);   // the stage's j0 is there
@@ -278,6 +244,16 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < tile_kv / 16; ++k) repack(P[k], S.at[0][2 * k], S.at[0][2 * k + 1]);
   }
+  template <Tests tests> DEVICE void first_step(const Sequence& seq, i32 i0, i32 j0) {
+    Fragment<tile_kv> S;
+    multiply_QK(S);
+    wgmma_wait<0>();   // S is there; K has been read
+    if constexpr (!asks_blocks) release_K();
+    change<tests>(seq, i0, j0, S);
+    acc shrink[n_rows];
+    soften(i0, j0, S, shrink);
+    keep_weights(S);
+  }
 
   template <Tests tests> DEVICE void step(const Sequence& seq, i32 i0, i32 j0) {
     Fragment<tile_kv> S;
@@ -329,41 +305,30 @@ struct Consumer {
     for (int n = 0; n < head_dim_v_tile / 2; ++n) pin(registers_of(O)[n]);
   }
 
-  // O / l and lse.  O is packed for write(), or leaves at once where it cannot be.
-  DEVICE void close(const QueryTile& own) {
-    finish_approx(args, own, O, state, own.i0 + warp_row, lane);
+  // O / l and lse to memory.
+  DEVICE void write(const QueryTile& own) {
     const Results results = results_of(args, own);
-    const bool is_whole = !is_packed || own.i0 + 64 * group + 64 <= own.seq.rows_q;
-    way = Way::gone;
-    if (is_16_bit && results.O_rows.by_vectors && head_dim_v_tile % 32 == 0) way = Way::by_vectors;
-    if (is_16_bit && has_o_buffer && is_whole && is_mapped(args, args.maps.O)) way = Way::by_tma;
-    pack_panels<Packed>(packed_O, O);   // always: else the last ones stay alive
-    if (way == Way::gone) store_fragment<out_elem>(O, results.O, results.O_rows, warp_row, lane);
-  }
-
-  // O of the query tile in work(0, slot) to memory; the slot is given back.
-  DEVICE void write(int slot) {
-    const QueryTile own = query_tile_of(args, smem.work(0, slot));   // read again: registers are dear in between
-    if (has_o_buffer && way == Way::by_tma) {
+    finish(args, own, results, O, state, own.i0 + warp_row, lane);
+    const i32 i0 = own.i0 + 64 * group;
+    const bool is_whole = !is_packed || i0 + 64 <= own.seq.rows_q;   // else TMA would write into the next sequence
+    const bool by_tma = stores_by_tma && is_mapped(args, args.maps.O) && is_whole;
+    if (by_tma) {
       if (leads()) bulk_wait_read<0>();
-      barrier_sync(1 + group, 128);   // the O before has been read: its buffer may be overwritten
-      store_packed(packed_O, smem.buffer(), warp_row, lane);
+      barrier_sync(1 + group, 128);   // the last tile's O has been read: its buffer may be overwritten
+      if constexpr (stores_by_tma) store_panels<out_elem>(O, smem.buffer(), warp_row, lane);
       fence_async_shared();
+    } else {
+      store_fragment<out_elem>(O, results.O, results.O_rows, warp_row, lane);
     }
-    if (way == Way::by_vectors) {
-      const Results results = results_of(args, own);
-      store_packed<Packed>(packed_O, results.O, results.O_rows, warp_row, lane);
-    }
-    const i32 i0 = own.i0 + 64 * group, row = static_cast<i32>(own.seq.q_row0) + i0;
-    const i32 head = own.h, batch = own.seq.array_b;
+    const i32 row = static_cast<i32>(own.seq.q_row0) + i0, head = own.h, batch = own.seq.array_b;
     const bool is_there = i0 < own.seq.rows_q;
     barrier_sync(1 + group, 128);   // O of all four warps is in its buffer; everyone has read `own`
     if (leads()) {
-      if (has_o_buffer && way == Way::by_tma && is_there) {
+      if (by_tma && is_there) {
         smem.buffer().store(args.maps.O, 64 * group, row, head, batch);
         bulk_commit();
       }
-      if (is_persistent) mbarrier_arrive(smem.work_empty.address(0, slot));
+      mbarrier_arrive(smem.work_empty.address(0, work_at.stage));
     }
   }
 };

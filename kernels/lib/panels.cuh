@@ -88,44 +88,15 @@ template <class Fragment> DEVICE float (&registers_of(Fragment& x))[Fragment::n 
   return reinterpret_cast<float (&)[Fragment::n * 4]>(x.at);
 }
 
-// A fragment as To (16 bits), packed as stmatrix takes it: x of 16 columns in 4 words.
-template <class To, class Fragment> DEVICE void pack_panels(u32 (&packed)[Fragment::n / 2][4], Fragment& x) {
-#pragma unroll
-  for (int c = 0; c < Fragment::n; c += 2)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        packed[c / 2][2 * h + r] = pack<To>(x.at[0][c + h][2 * r], x.at[0][c + h][2 * r + 1]);
-}
-// tile rows row0 .. + 16, a warp's, = packed, by stmatrix.
-template <class Tile, int n> DEVICE void store_packed(const u32 (&packed)[n][4], Tile& tile, int row0, int lane) {
-  static_assert(n * 16 == Tile::cols, "store_packed: the fragment is as wide as the tile");
-#pragma unroll
-  for (int c = 0; c < n; ++c) stmatrix_x4(tile.address(row0 + lane % 16, 2 * c + lane / 16), packed[c]);
-}
+// tile rows row0 .. + 16, a warp's, = x as To (16 bits), by stmatrix.
 template <class To, class Fragment, class Tile>
 DEVICE void store_panels(Fragment& x, Tile& tile, int row0, int lane) {
-  u32 packed[Fragment::n / 2][4];
-  pack_panels<To>(packed, x);
-  store_packed(packed, tile, row0, lane);
-}
-// The same in global memory: rows row0 .. + 16 of the target, by vectors of 16 bytes.
-template <class To, int n>
-DEVICE void store_packed(const u32 (&packed)[n][4], void* data, const TileSource& target, int row0, int lane) {
-  static_assert(n % 2 == 0, "store_packed: 32 columns make four chunks, one a lane of the quad");
-  const Global<To> to(data);
+  static_assert(Fragment::n * 8 == Tile::cols, "store_panels: the fragment is as wide as the tile");
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = row0 + r * 8 + lane / 4;
-    const i64 index = target.base + row * target.stride;
-#pragma unroll
-    for (int c = 0; c < n; c += 2) {   // 4 pieces of 8 columns: a lane gets all of one
-      u32 chunk[4] = {packed[c][r], packed[c][2 + r], packed[c + 1][r], packed[c + 1][2 + r]};
-      transpose_quad(chunk, lane);
-      const int d = (2 * c + lane % 4) * 8;
-      if (row < target.rows && d < target.cols)
-        to.store_as(index + d, Pack<u32, 4>{{chunk[0], chunk[1], chunk[2], chunk[3]}});
-    }
+  for (int c = 0; c < Fragment::n; c += 2) {
+    const float (&left)[4] = x.at[0][c], (&right)[4] = x.at[0][c + 1];
+    const u32 packed[4] = {pack<To>(left[0], left[1]), pack<To>(left[2], left[3]),
+                           pack<To>(right[0], right[1]), pack<To>(right[2], right[3])};
+    stmatrix_x4(tile.address(row0 + lane % 16, c + lane / 16), packed);
   }
 }

@@ -77,7 +77,6 @@ struct Producer {
       work_at.next();
       if (work.i0 == NO_WORK) break;
       load(query_tile_of(args, work));
-      if (!is_persistent) break;
       work = taken(next_of(ask()));   // not before: who takes a tile early keeps others from it
     }
   }
@@ -88,7 +87,7 @@ struct Producer {
     Work work = {0, 0, 0, NO_WORK};
     for (x = first; x < n; x = next_of(ask())) {
       work = work_of<elem>(args, x, tile_q);
-      if (work.i0 != NO_WORK || !is_persistent) break;
+      if (work.i0 != NO_WORK) break;
     }
     return work;
   }
