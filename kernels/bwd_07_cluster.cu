@@ -22,7 +22,8 @@
 // Registers    per thread: dV or dK 128, S or dP 32, dQ 32, P or dS packed 16; loader 24, the others 240
 // Bytes        per block: K, V, dK, dV once; half of Q and dO, an addition to half of dQ per query tile
 // Barriers     <operand>_full: landed.  Q_empty, dO_empty, dS_empty: both groups of both blocks have used it.
-//              P_full, P_empty between the groups, by number
+//              S_read, dP_read: lse and the step, delta have been read.  P_full, P_empty between the groups, by
+//              number.  may_add, added, announced: turns
 #include "lib/params.cuh"
 #include "lib/accumulators.cuh"
 #include "lib/barrier.cuh"
@@ -54,6 +55,10 @@ constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::t
 // Where dS needs more of P than its 16 bits, P travels as float, alone in its buffer; softcap's slopes beside it.
 constexpr bool is_exact = keeps_weights;
 constexpr int n_P = is_exact ? 1 : 2, n_Q = has_softcap || asks_blocks || converts_dO ? 1 : 2;
+// k16 steps of K^T and V^T, the first operands of S and dP, that stay in registers where there is room: shared
+// memory is as busy as the tensor cores.
+constexpr bool has_room = head_dim_tile <= 192 && head_dim_v_tile <= 192 && !is_exact && is_plain;
+constexpr int held_K = has_room ? 4 : 0, held_V = has_room ? head_dim_v_tile / 16 : 0;
 constexpr int n_dO = converts_dO ? 1 : n_stages;
 // TMA reads the neighbour's rows past a sequence's end; weights of 0 meet them, and 0 x NaN is NaN.
 constexpr bool cleans_queries = is_packed || has_query_lengths, cleans_keys = is_packed || has_key_lengths;
@@ -85,8 +90,8 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   Shared<i32, n_steps, 4> steps;
   Shared<float, 1, 4> sums;   // of dalibi_slopes, a number per warp
   Shared<u64, 1, 1> K_full, V_full;   // V_full: of V and K_peer
-  Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty;
-  Shared<u64, 1, 2> dS_full, dS_empty, may_add, added, announced;   // the last three: turns
+  Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty, S_read;
+  Shared<u64, 1, 2> dP_read, dS_full, dS_empty, may_add, added, announced;   // the last three: turns
   Shared<u64, 1, n_dO> dO_landed, dO_full, dO_empty;
 };
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes,
@@ -199,7 +204,8 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
     const i32 place = static_cast<i32>(place_of(args, seq, head, i0));
     const i64 first_row = static_cast<i64>(place) * 2 * tile_q;
     const int row = static_cast<int>(seq.q_row0) + i0 + rank * (tile_q / 2);
-    wait_empty(smem.Q_empty, n);   // both blocks have used this stage of Q for S and dK, and lse, delta, the step
+    wait_empty(smem.Q_empty, n);   // both blocks have used this stage of Q for S and dK
+    wait_empty(smem.S_read, n);    // the weights group has read lse and the step
     smem.fill_blocks(walk.blocks, i0, lane, n % n_Q);
     walk.next();
     const bool tests = i0 < whole.begin || i0 >= whole.end;
@@ -213,6 +219,7 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
       bulk_load(smem.lse.address(n % n_Q, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
     }
     wait_empty(smem.dO_empty, n);   // both blocks have used this stage of dO for dP and dV
+    wait_empty(smem.dP_read, n);    // the gradients group has read delta
     if (lane == 0) {
       const u32 full = at(dO_landed, n);
       mbarrier_arrive_expect(full, dO_parts * smem.dO[0][0].n_bytes + 4 * tile_q);
@@ -303,9 +310,9 @@ template <int n, class Tile> DEVICE void add_product(float (&sum)[n], const Word
   for (int k = 0; k < 4; ++k) wgmma<elem, 1>(sum, A[k], rows.at(k * Tile::line_bytes), true);
   wgmma_commit();
 }
-// 64 keys x 64 queries = A B^T over the columns of both; B a sum of parts.
-template <int parts, class Tile>
-DEVICE void product(float (&result)[n_scores], Tile& A, Tile (&B)[parts]) {
+// 64 keys x 64 queries = A B^T over the columns of both; B a sum of parts.  A's first steps from registers.
+template <int steps, int parts, class Tile>
+DEVICE void product(float (&result)[n_scores], Tile& A, const u32 (&held)[steps][4], int n_held, Tile (&B)[parts]) {
   const Descriptor keys(A.descriptor_K(0)), queries(B[0].descriptor_K(0));
   if constexpr (!is_plain)   // else what branches left of the last result gets in the way of this one (C7514)
 #pragma unroll
@@ -316,9 +323,18 @@ DEVICE void product(float (&result)[n_scores], Tile& A, Tile (&B)[parts]) {
 #pragma unroll
     for (int k = 0; k < Tile::cols / 16; ++k) {
       const u32 step = (k / 4 * Tile::panel_bytes + k % 4 * 32) / 16;
-      wgmma<elem>(result, keys.at(step), queries.at(part * Tile::n_bytes / 16 + step), part + k > 0);
+      const u64 other = queries.at(part * Tile::n_bytes / 16 + step);
+      if (k < n_held) wgmma<elem>(result, held[k < steps ? k : 0], other, part + k > 0);
+      else wgmma<elem>(result, keys.at(step), other, part + k > 0);
     }
   wgmma_commit();
+}
+
+// The first steps of a tile as product takes them, the warp's 16 rows.
+template <int steps, class Tile> DEVICE void hold(u32 (&held)[steps][4], int n_held, Tile& tile, int thread) {
+#pragma unroll
+  for (int k = 0; k < steps; ++k)
+    if (k < n_held) ldmatrix_x4(held[k], tile.address(thread / 32 * 16 + thread % 16, 2 * k + thread % 32 / 16));
 }
 
 // Columns [first_col, + 2 n) of dQ: what they are made of, and where they go.
@@ -411,6 +427,7 @@ struct WeightsGroup {
   DqShare share;
   Step step;                  // of the newest S
   float dV[head_dim_v_tile / 2], dQ[weights_cols / 2];
+  u32 K[held_K + 1][4];
   Words P;                    // the A operand of dV
 
   DEVICE WeightsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
@@ -423,10 +440,11 @@ struct WeightsGroup {
 #pragma unroll
     for (int d = 0; d < head_dim_v_tile / 2; ++d) dV[d] = 0;
     u32 n = 0;
+    hold(K, held_K, smem.K, thread);
     read_step(0);
     if (step.exists()) {
       float S[n_scores];
-      product(S, smem.K, smem.Q[0]);
+      product(S, smem.K, K, held_K, smem.Q[0]);
       wgmma_wait<0>();   // S
       make_P(S, 0);
       wait_full(smem.V_full, 0);   // K_peer
@@ -475,7 +493,9 @@ struct WeightsGroup {
       for (int k = 0; k < 4; ++k)
         smem.P.as<Vec16<u32>>((n % 2 * 4 + k) * 128 + thread, 0) = {{P[k][0], P[k][1], P[k][2], P[k][3]}};
     }
-    barrier_arrive(P_full(n), 256);   // P is written, lse and the step are read
+    barrier_arrive(P_full(n), 256);   // P is written
+    warp_sync();                      // the warp has read lse and the step
+    if (lane == 0) mbarrier_arrive(at(smem.S_read, n));
   }
 
   // Step n, whose P is made, and S and P of the next.
@@ -485,7 +505,7 @@ struct WeightsGroup {
     if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
     read_step(n + 1);
     float S[n_scores];   // new in every step: the compiler need not carry it from one to the next
-    product(S, smem.K, smem.Q[(n + 1) % n_Q]);
+    product(S, smem.K, K, held_K, smem.Q[(n + 1) % n_Q]);
     wgmma_wait<1>();   // dV has read dO and P
     if (thread == 0) arrive_at_both(smem.dO_empty, n);
     if constexpr (is_first) {
@@ -532,6 +552,7 @@ struct GradientsGroup {
   i32 rules_h = -1;           // whose they are
   OptionSums sums = {};
   float dK[head_dim_tile / 2], dP[n_scores], dQ[gradients_cols / 2];
+  u32 V[held_V + 1][4];
   Words dS;                   // the A operand of dK
 
   DEVICE GradientsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
@@ -542,10 +563,11 @@ struct GradientsGroup {
 #pragma unroll
     for (int d = 0; d < head_dim_tile / 2; ++d) dK[d] = 0;
     wait_full(smem.V_full, 0);   // V, K_peer
+    hold(V, held_V, smem.V, thread);
     read_step(0);
     if (step.exists()) {
       wait_full(smem.dO_full, 0);
-      product(dP, smem.V, smem.dO[0]);
+      product(dP, smem.V, V, held_V, smem.dO[0]);
       wgmma_wait<0>();   // dP
       u32 n = 0;
       if (!step.is_last()) go_on<true>(n++);
@@ -641,6 +663,8 @@ struct GradientsGroup {
     if constexpr (is_exact) differentiate_exactly(n);
     else differentiate(n);
     barrier_arrive(P_empty(n), 256);   // P is read
+    warp_sync();                       // the warp has read delta
+    if (lane == 0) mbarrier_arrive(at(smem.dP_read, n));
     wait_empty(smem.dS_empty, n);   // dQ of step n - 2 is complete in both blocks
     PanelTile<own_keys, tile_q>& mine = smem.dS[n % 2][0];
 #pragma unroll
@@ -670,7 +694,7 @@ struct GradientsGroup {
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
     wait_full(smem.dO_full, n + 1);
     float next[n_scores];
-    product(next, smem.V, smem.dO[(n + 1) % n_dO]);
+    product(next, smem.V, V, held_V, smem.dO[(n + 1) % n_dO]);
     read_step(n + 1);
     if constexpr (!is_first) {
       wgmma_wait<1>();   // dQ has read dS
@@ -711,6 +735,8 @@ DEVICE void init_barriers(Smem& smem) {
   init(smem.Q_landed, 1);
   init(smem.Q_full, 1);
   init(smem.Q_empty, 4);   // two groups in two blocks
+  init(smem.S_read, 4);    // warps
+  init(smem.dP_read, 4);   // warps
   init(smem.dO_landed, 1);
   init(smem.dO_full, 1);
   init(smem.dO_empty, 4);   // groups
