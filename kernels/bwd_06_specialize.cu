@@ -189,11 +189,10 @@ struct Consumer : KeyGroup<Smem, held_steps> {
       ask_scores(n, at.i0);
       wgmma_wait<overlaps>();   // S
       soften(stage, at);
-      if (overlaps) ask_dV(stage);
-      wgmma_wait<overlaps>();   // dP
+      wgmma_wait<0>();          // dP
       differentiate(stage, at);
-      if (!overlaps) ask_dV(stage);
       announce_dS(stage);
+      ask_dV(stage);            // while the other group's dS is on its way
       wait_dS(n);
       ask_dQ(stage);
       ask_dK(stage);

@@ -47,12 +47,13 @@ struct Own {
 };
 DEVICE Own own_of(const Args& args) {
   Own own = {};
-  const i64 n_blocks = n_slots(args, args.len_k, tile_kv) * args.heads_k;
-  const i64 x = blockIdx.x % n_blocks, split = blockIdx.x / n_blocks, n_parts = gridDim.x / n_blocks;
-  own.keys = key_tile_along(args, x, own.slot);
-  const i64 group = args.heads / args.heads_k;
-  own.h_begin = static_cast<i32>(own.keys.h * group + split * group / n_parts);
-  own.h_end = static_cast<i32>(own.keys.h * group + (split + 1) * group / n_parts);
+  const u32 heads_k = static_cast<u32>(args.heads_k), group = static_cast<u32>(args.heads) / heads_k;
+  const u32 n_blocks = static_cast<u32>(n_slots(args, args.len_k, tile_kv)) * heads_k;
+  const u32 split = blockIdx.x / n_blocks, n_parts = gridDim.x / n_blocks;
+  own.keys = key_tile_along(args, blockIdx.x % n_blocks, own.slot);
+  const u32 h0 = static_cast<u32>(own.keys.h) * group;
+  own.h_begin = static_cast<i32>(h0 + split * group / n_parts);
+  own.h_end = static_cast<i32>(h0 + (split + 1) * group / n_parts);
   own.shares = n_parts > 1;
   return own;
 }

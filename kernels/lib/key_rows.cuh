@@ -106,19 +106,21 @@ template <class Walk> struct QueryWalk {
 // counts.
 DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
   KeyTile t = {};
+  const u32 block = static_cast<u32>(x);   // of a grid: 32 bits are enough, and divided sooner
   if constexpr (is_packed) {
-    const i64 slots = n_slots(args, args.len_k, tile_kv);
-    slot = deterministic ? slots - 1 - x % slots : x % slots;
-    t.h = x / slots;
+    const u32 slots = static_cast<u32>(n_slots(args, args.len_k, tile_kv));
+    slot = deterministic ? slots - 1 - block % slots : block % slots;
+    t.h = block / slots;
     const Slot owner = slot_owner(args, args.cu_seqlens_k, args.len_k, slot, tile_kv);
     t.seq = sequence_of(args, owner.b);
     t.j0 = owner.tile * tile_kv;
     t.exists = t.j0 < t.seq.rows_k;
   } else {
-    const i64 n_tiles = ceil_div(args.len_k, tile_kv), head = x / n_tiles;
-    const i64 tile = deterministic ? n_tiles - 1 - x % n_tiles : x % n_tiles;
-    t.h = head % args.heads_k;
-    t.seq = sequence_of(args, head / args.heads_k);
+    const u32 n_tiles = static_cast<u32>(ceil_div(args.len_k, tile_kv)), head = block / n_tiles;
+    const u32 tile = deterministic ? n_tiles - 1 - block % n_tiles : block % n_tiles;
+    const u32 heads_k = static_cast<u32>(args.heads_k);
+    t.h = head % heads_k;
+    t.seq = sequence_of(args, head / heads_k);
     t.j0 = static_cast<i32>(tile) * tile_kv;
     t.exists = true;
     slot = tile * args.batch + t.seq.b;
