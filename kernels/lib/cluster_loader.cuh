@@ -1,0 +1,153 @@
+// cluster_loader.cuh - group 0 of bwd_07_cluster: a warp loads, one cleans, two keep the turns.   sm_90a
+#pragma once
+#include "cluster_block.cuh"
+
+// Tiles of queries, from i0 in [begin, end), of which every pair with the block's keys is visible.
+DEVICE Range whole_tiles(const Args& args, const Sequence& seq, i32 j0) {
+  if (masks_every_tile || asks_blocks) return {0, 0};
+  // With j the bounds of its queries move one way: the last key has the latest begin, the first the earliest
+  // end.
+  const Range first = visible_queries(args, seq, j0, j0);
+  const Range last = visible_queries(args, seq, j0 + own_keys - 1, j0 + own_keys - 1);
+  return {last.begin, smallest(first.end, last.end) - tile_q + 1};
+}
+
+// The block's half of the rows of a tile, into both blocks.
+template <class Tile>
+DEVICE void load_half(Tile& tile, const TensorMap& map, u32 full, int rank, int row, int head, int batch) {
+  const u32 first = opaque(static_cast<int>(tile.cells.address(rank * (tile_q / 2), 0)));   // registers
+#pragma unroll
+  for (int p = 0; p < Tile::n_panels; ++p)
+    tma_load_multicast(first + p * Tile::panel_bytes, map, full, tma_at(64 * p, row, head, batch), 3);
+}
+
+// K, V and the peer's K, by one thread.
+DEVICE void load_keys(const MappedArgs& args, Smem& smem, const Owner& own) {
+  const int row = static_cast<int>(own.tile.seq.k_row0) + own.j0;
+  const int row_peer = row + own_keys * (1 - 2 * own.rank);
+  const int head = static_cast<int>(own.tile.h), batch = static_cast<int>(own.tile.seq.array_b);
+  const u32 K_full = at(smem.K_full, 0), V_full = at(smem.V_full, 0);
+  mbarrier_arrive_expect(K_full, smem.K.n_bytes);
+  smem.K.load(args.maps.K, K_full, row, head, batch);
+  mbarrier_arrive_expect(V_full, smem.V.n_bytes + smem.K_peer.n_bytes);
+  smem.V.load(args.maps.V, V_full, row, head, batch);
+#pragma unroll
+  for (int p = 0; p < peer_cols / 64; ++p)
+    tma_load(smem.K_peer.cells.address(p * own_keys, 0), args.maps.K, V_full,
+             tma_at(first_peer_col(own.rank) + 64 * p, row_peer, head, batch));
+}
+
+DEVICE QueryWalk<Walk> walk_of(const Args& args, const Owner& own, int lane) {
+  const i32 j0 = own.tile.j0, j1 = smallest(j0 + tile_kv, own.tile.seq.len_k);
+  const Range queries = j0 < j1 ? visible_queries(args, own.tile.seq, j0, j1 - 1) : Range{0, 0};
+  return QueryWalk<Walk>(args, own.tile.seq, queries, j0, own.h_begin, own.h_end, lane);
+}
+
+// One warp.  Each block of the cluster loads 32 of the 64 rows of Q and dO, for both.
+DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, int lane) {
+  const Sequence& seq = own.tile.seq;
+  const int batch = static_cast<int>(seq.array_b), rank = own.rank;
+  auto& Q_landed = cleans_queries ? smem.Q_landed : smem.Q_full;
+  auto& dO_landed = cleans_queries ? smem.dO_landed : smem.dO_full;
+  const Range whole = whole_tiles(args, seq, own.j0);
+  const Global<float> rows(args.workspace[SLOT_ROWS]);
+  const Global<elem> dO_tiles(args.workspace[SLOT_DO]);
+  QueryWalk<Walk> walk = walk_of(args, own, lane);
+  if (!walk.exists() && lane == 0) {
+    smem.steps.as<Step>(0, 0) = {};
+    mbarrier_arrive(at(Q_landed, 0));   // a step that does not exist
+  }
+#pragma unroll 1
+  for (u32 n = 0; walk.exists(); ++n) {
+    const i32 i0 = walk.i0, head = walk.h;
+    const i32 place = static_cast<i32>(place_of(args, seq, head, i0));
+    const i64 first_row = static_cast<i64>(place) * 2 * tile_q;
+    const int row = static_cast<int>(seq.q_row0) + i0 + rank * (tile_q / 2);
+    wait_empty(smem.Q_empty, n);   // both blocks have used this stage of Q for S and dK
+    wait_empty(smem.S_read, n);    // the weights group has read lse and the step
+    smem.fill_blocks(walk.blocks, i0, lane, n % n_Q);
+    walk.next();
+    const bool tests = i0 < whole.begin || i0 >= whole.end;
+    warp_sync();   // the kept blocks are written
+    if (lane == 0) {
+      const u32 full = at(Q_landed, n);
+      const u32 flags = 1 | (walk.exists() ? 0 : 2) | (tests ? 4 : 0);
+      smem.steps.as<Step>(n % n_steps, 0) = {i0, head, flags, place};
+      mbarrier_arrive_expect(full, smem.Q[0][0].n_bytes + 4 * tile_q);
+      load_half(smem.Q[n % n_Q][0], args.maps.Q, full, rank, row, head, batch);
+      bulk_load(smem.lse.address(n % n_Q, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
+    }
+    wait_empty(smem.dO_empty, n);   // both blocks have used this stage of dO for dP and dV
+    wait_empty(smem.dP_read, n);    // the gradients group has read delta
+    if (lane == 0) {
+      const u32 full = at(dO_landed, n);
+      mbarrier_arrive_expect(full, dO_parts * smem.dO[0][0].n_bytes + 4 * tile_q);
+      if constexpr (converts_dO)
+#pragma unroll
+        for (int part = 0; part < dO_parts; ++part) {
+          const i64 first = (part * all_places(args) + place) * (tile_q * head_dim_v_tile);
+          constexpr u32 n_bytes = 2 * tile_q * head_dim_v_tile;
+          bulk_load(smem.dO[0][part].address(), dO_tiles.address(first, n_bytes), n_bytes, full);
+        }
+      else load_half(smem.dO[n % n_dO][0], args.maps.dO, full, rank, row, head, batch);
+      bulk_load(smem.delta.address(n % 2, 0), rows.address(first_row + tile_q, 4 * tile_q), 4 * tile_q,
+                full);
+    }
+  }
+}
+
+// One warp: rows of Q and dO that do not exist become zeros before anybody sees them.
+DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
+  bool is_last = false;
+#pragma unroll 1
+  for (u32 n = 0; !is_last; ++n) {
+    wait_full(smem.Q_landed, n);
+    const Step step = smem.steps.as<Step>(n % n_steps, 0);
+    const bool ends = step.exists() && step.i0 + tile_q > seq.len_q;
+    is_last = step.is_last() || !step.exists();
+    if (ends) smem.Q[n % n_Q][0].clear_rows(seq.len_q - step.i0, lane, 32);
+    fence_async_shared();
+    warp_sync();   // the rows are zeros, also to wgmma
+    if (lane == 0) mbarrier_arrive(at(smem.Q_full, n));
+    if (!step.exists()) return;
+    wait_full(smem.dO_landed, n);
+    if (ends)
+      for (int part = 0; part < dO_parts; ++part)
+        smem.dO[n % n_dO][part].clear_rows(seq.len_q - step.i0, lane, 32);
+    fence_async_shared();
+    warp_sync();   // as above
+    if (lane == 0) mbarrier_arrive(at(smem.dO_full, n));
+  }
+}
+
+// ---- turns: deterministic clusters add to the dQ of a tile of queries one after the other
+
+// One warp waits for the turns, so that no product does; it is at most two tiles ahead of what is announced.
+DEVICE void wait_for_turns(const Args& args, Smem& smem, const Owner& own, int lane) {
+  const Global<i32> turns(args.workspace[SLOT_TURNS]);
+  QueryWalk<Walk> walk = walk_of(args, own, lane);
+#pragma unroll 1
+  for (u32 n = 0; walk.exists(); walk.next(), ++n) {
+    if (lane == 0) {
+      wait_empty(smem.announced, n);
+      const i64 place = place_of(args, own.tile.seq, walk.h, walk.i0);
+      turns.wait_for(2 * place + own.rank, turn_of(args, own.tile.seq, walk.i0, own.tile.j0));
+      mbarrier_arrive(at(smem.may_add, n));
+    }
+    warp_sync();   // the walk is everybody's
+  }
+}
+// Another says that both groups have added.
+DEVICE void announce_turns(const Args& args, Smem& smem, const Owner& own, int lane) {
+  const Global<i32> turns(args.workspace[SLOT_TURNS]);
+  QueryWalk<Walk> walk = walk_of(args, own, lane);
+#pragma unroll 1
+  for (u32 n = 0; walk.exists(); walk.next(), ++n) {
+    if (lane == 0) {
+      wait_full(smem.added, n);
+      turns.add_release(2 * place_of(args, own.tile.seq, walk.h, walk.i0) + own.rank, 1);
+      mbarrier_arrive(at(smem.announced, n));
+    }
+    warp_sync();   // the walk is everybody's
+  }
+}
