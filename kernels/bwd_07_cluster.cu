@@ -1,8 +1,8 @@
 // bwd_07_cluster.cu - attention backward for head_dim up to 256: two blocks share Q and dO.   sm_90a
 //
 // Read after   bwd_06_specialize.cu       Read next   nothing: the last backward rung
-// Changes      registers hold dK and dV of 64 keys at head_dim 256, not of 128.  So a cluster of two blocks takes
-//              128 keys, and shares what would double: Q and dO are loaded once for both, each block
+// Changes      registers hold dK and dV of 64 keys at head_dim 256, not of 128.  So a cluster of two blocks
+//              takes 128 keys, and shares what would double: Q and dO are loaded once for both, each block
 //              makes dQ of all 128 keys, but half of the columns, and the warpgroups divide the products and
 //              not the keys
 //
@@ -25,7 +25,7 @@
 // Barriers     <operand>_full: landed.  Q_empty, dO_empty, dS_empty: both groups of both blocks have used it.
 //              S_read, dP_read: lse and the step, delta have been read.  P_full, P_empty, by number: between
 //              the groups.  may_add, added, announced: turns
-// Tried        H200, 2026-11-30, length 8,192.  dQ added after S is asked for: 256 587 -> 539, 192 551 -> 538.
+// Tried        H200, 2026-11-30, length 8,192.  dQ added after S is asked for: 256 587 -> 539, 192 551 -> 538
 //              Descriptors kept in registers: 592 -> 552.  K and V of a block in registers, 4 and 12 steps of
 //              12: 192 555 -> 585.  Passes before and after inside idle warps: see bwd_06_specialize
 #include "lib/params.cuh"

@@ -1,4 +1,4 @@
-// cluster_block.cuh - a block of bwd_07_cluster: what it owns and shares with its peer, its barriers.   sm_90a
+// cluster_block.cuh - a block of bwd_07_cluster: what it owns and shares with its peer, barriers.   sm_90a
 #pragma once
 #include "cluster.cuh"
 #include "key_rows.cuh"
