@@ -234,16 +234,19 @@ DQ_TILES_USES = (
 )
 BWD_04 = Row(
     "bwd_04_pipeline",
-    False,
+    True,
     80,
     (
-        # Where `least` is 128, 8 warps cannot share a product as narrow as the tile, or one of 96 columns.
+        # The more keys a block has, the less it adds to dQ; as many as dK and dV leave registers for.
         # Up to 64 a warp keeps its rows of P^T and dS^T in registers: 32 rows of 128.
+        # Where `least` is 128, the warps cannot share a product of 96 columns, or one narrower than they are.
         Tile(64, 128, 4, up_to=64, itemsizes=(2,), room=163 * KB),  # 81 KB at 64, two blocks an SM
         Tile(64, 128, 8, up_to=64, itemsizes=(2,)),  # 97 KB at 64, of the 99 that smaller GPUs have
+        Tile(64, 96, 4, up_to=96, itemsizes=(2,), room=225 * KB),  # 109 KB at 96, two blocks an SM
         Tile(64, 64, 4, up_to=128, itemsizes=(2,), room=225 * KB),  # 113 KB at 128, two blocks an SM
         Tile(64, 128, 8, up_to=128, itemsizes=(2,), room=163 * KB),  # 161 KB at 128
         Tile(32, 64, 8, up_to=128, itemsizes=(2,), least=128),  # 80 KB
+        Tile(64, 96, 8, up_to=192, itemsizes=(2,), least=128, room=225 * KB),  # 193 KB at 192
         Tile(64, 64, 8, up_to=256, itemsizes=(2,), room=225 * KB),  # 225 KB at 256
         Tile(32, 64, 8, up_to=256, itemsizes=(2,), least=128, room=163 * KB),  # 145 KB at 256
         Tile(32, 32, 4, up_to=192, itemsizes=(2,)),  # 77 KB at 192
