@@ -99,7 +99,7 @@ def _tile(
     tile_q: int, tile_kv: int, up_to: int, stages: int = 2, least_tiles: int = 0, **settings: int
 ) -> Tile:
     """settings: parameters that are not the usual ones."""
-    usual = {"PERSISTENT": 2, "O_BUFFER": 1, "Q_STAGES": 2, "Q_IN_REGISTERS": 0, "OVERLAP": 0}
+    usual = {"PERSISTENT": 2, "O_BUFFER": 1, "Q_STAGES": 2, "OVERLAP": 0}
     return Tile(
         tile_q,
         tile_kv,
@@ -122,7 +122,7 @@ WIDE = {"O_BUFFER": 0, "Q_STAGES": 1, "OVERLAP": 1}
 
 FWD_10 = Row(
     "fwd_10_persistent",
-    False,
+    True,
     90,
     (
         _whole(_tile(128, 128, 64, 3)),

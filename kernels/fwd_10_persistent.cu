@@ -38,7 +38,7 @@ static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes,
               "fwd_10_persistent: MappedArgs and launch.py disagree");
 
 constexpr bool stores_by_tma = has_o_buffer && sizeof(out_elem) == 2;
-constexpr bool trusts = !has_dropout && !looks_ahead;   // that the maximum stays, till a sum says otherwise
+constexpr bool trusts = !has_dropout;   // that the maximum stays, till a sum says otherwise
 
 // ---- a warpgroup that multiplies: 64 rows of the query tile
 
@@ -55,7 +55,6 @@ struct Consumer {
 
   Rules rules;
   Fragment<head_dim_v_tile> O;
-  u32 Q[keeps_Q ? head_dim_tile / 16 : 1][4];
   u32 P[tile_kv / 16][4];   // weights of the tile whose P V is due
   RowState state;
   Range plain;              // tiles that all 64 rows see as a whole
@@ -87,13 +86,6 @@ struct Consumer {
     plain = plain_tiles(seq, i0, mine);
 
     Q_at.wait_full(smem.Q_full);   // Q is there
-    if constexpr (keeps_Q) {
-#pragma unroll
-      for (int k = 0; k < head_dim_tile / 16; ++k)
-        ldmatrix_x4(Q[k], smem.Q[Q_at.stage].address(warp_row + lane % 16, 2 * k + lane / 16));
-      barrier_sync(1 + group, 128);   // all four warps have read Q
-      release_Q();
-    }
     if constexpr (has_block_mask) walk_announced(seq, i0);
     else walk_range(seq, i0, all, mine);
     Q_at.next();
@@ -125,7 +117,7 @@ struct Consumer {
         for (; t >= mine.begin; --t) step<Tests::all>(seq, i0, t * tile_kv);
       }
     }
-    if (!keeps_Q) release_Q();
+    release_Q();
     if (mine.begin < mine.end) last_step();
     else if (mine.end < all.end) skip_V();
 #pragma unroll 1
@@ -142,7 +134,7 @@ struct Consumer {
       step<Tests::asked>(seq, i0, j0);
     barrier_sync(1 + group, 128);   // all have seen the stage that said so, and may not lag
     release_K();
-    if (!keeps_Q) release_Q();
+    release_Q();
     if (any_tile) last_step();
   }
   DEVICE i32 announced() {
@@ -189,11 +181,9 @@ struct Consumer {
     K_at.wait_full(smem.K_full);   // K of this tile is there
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < head_dim_tile / 16; ++k) {
-      const u64 K = smem.K[K_at.stage].descriptor_K(k);
-      if constexpr (keeps_Q) wgmma<elem>(registers_of(S), Q[k], K, k > 0);
-      else wgmma<elem>(registers_of(S), smem.Q[Q_at.stage].descriptor_K(k, 64 * group), K, k > 0);
-    }
+    for (int k = 0; k < head_dim_tile / 16; ++k)
+      wgmma<elem>(registers_of(S), smem.Q[Q_at.stage].descriptor_K(k, 64 * group),
+                  smem.K[K_at.stage].descriptor_K(k), k > 0);
     wgmma_commit();
   }
   DEVICE void multiply_PV() {
@@ -268,19 +258,10 @@ struct Consumer {
       weigh(S, state, rules.late_scale, weights, sum);
       hold_before_wait(state.l[0] + state.l[1] + sum[0] + sum[1], smem.Q_full.address(0, 0));
     }
-    if constexpr (looks_ahead) {
-      soften(i0, j0, S, shrink);
-      hold_before_wait(state.l[0] + state.l[1], smem.Q_full.address(0, 0));
-    }
     wgmma_wait<0>();   // O has the tile before; V has been read, and P may be written
     release_V();
 #pragma unroll
     for (int n = 0; n < head_dim_v_tile / 2; ++n) pin(registers_of(O)[n]);
-    if constexpr (looks_ahead) {
-      rescale_moved(O, shrink);
-      keep_weights(S);
-      return;
-    }
     if constexpr (trusts && !weighs_ahead) weigh(S, state, rules.late_scale, P, sum);
     if (trusts && are_trusted(sum)) {
 #pragma unroll

@@ -260,7 +260,7 @@ def test_memory_is_linear_in_length(heads_k):
     """Backward: delta, one scaled lse, one accumulator of dq, and with GQA of dk and dv; few bytes more."""
     for n in (1024, 8192):
         q, k = cuflash.spec((2, n, 8, 64), "bfloat16"), cuflash.spec((2, n, heads_k, 64), "bfloat16")
-        assert explain(q, k, k, device="sm_90").workspace_bytes == 0
+        assert explain(q, k, k, device="sm_90").workspace_bytes <= 256  # a counter of tiles
         rows_, keys = 2 * n * 8, 2 * n * heads_k
         most = 4 * (2 * rows_ + 64 * rows_ + (2 * 64 * keys if heads_k != 8 else 0))
         assert explain(q, k, k, backward=True, device="sm_90").workspace_bytes <= most + 65536

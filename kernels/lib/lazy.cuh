@@ -63,14 +63,6 @@ DEVICE bool are_trusted(const acc (&sum)[n_rows]) {
   return all(trusted);
 }
 
-// O <- O * shrink, where any row of the warp needs it.
-template <int n_cols> DEVICE void rescale_moved(Fragment<n_cols>& O, const acc (&shrink)[n_rows]) {
-  bool moved = false;
-#pragma unroll
-  for (int r = 0; r < n_rows; ++r) moved = moved || shrink[r] != 1;
-  if (any(moved)) rescale(O, shrink);
-}
-
 // S <- -inf outside keys [begin, end), per row; begin and end count from the lane's first column.
 DEVICE void hide_outside(Fragment<tile_kv>& S, int row, i32 begin, i32 end) {
 #pragma unroll

@@ -6,23 +6,18 @@
 #define CUFLASH_PERSISTENT 2
 #define CUFLASH_O_BUFFER 1
 #define CUFLASH_Q_STAGES 1
-#define CUFLASH_Q_IN_REGISTERS 0
 #define CUFLASH_OVERLAP 0
 #define CUFLASH_LATE 1
 #endif
 
-constexpr bool is_persistent = CUFLASH_PERSISTENT != 0;  // a block walks many query tiles; else it has one
 constexpr bool asks_for_work = CUFLASH_PERSISTENT == 2;  // who asks first gets the next; else every gridDim-th
 constexpr bool has_o_buffer = CUFLASH_O_BUFFER;          // O leaves through shared memory; else from registers
 constexpr int q_stages = CUFLASH_Q_STAGES;               // tiles of Q at once: the next comes early
-constexpr bool keeps_Q = CUFLASH_Q_IN_REGISTERS;         // and multiplies from there; else from shared memory
-constexpr bool weighs_ahead = CUFLASH_OVERLAP == 1;      // weights are made while the P V before runs, unseen
-constexpr bool looks_ahead = CUFLASH_OVERLAP == 2;       // the same, with a look for the maximum
+constexpr bool weighs_ahead = CUFLASH_OVERLAP;           // weights are made while the P V before runs
 constexpr bool only_scales = CUFLASH_LATE;               // by a positive number: it waits for the softmax
 
 #undef CUFLASH_PERSISTENT
 #undef CUFLASH_O_BUFFER
 #undef CUFLASH_Q_STAGES
-#undef CUFLASH_Q_IN_REGISTERS
 #undef CUFLASH_OVERLAP
 #undef CUFLASH_LATE
