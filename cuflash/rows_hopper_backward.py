@@ -221,7 +221,7 @@ BWD_05 = Row(
 
 BWD_06 = Row(
     "bwd_06_specialize",
-    False,
+    True,
     90,
     (
         Tile(128, 128, 12, 2, up_to=64, least=64, plain=True),

@@ -25,6 +25,15 @@ PLAIN = [
 TUNED = (64, 128, 256)  # head_dims whose plain builds must not spill
 
 
+@pytest.fixture(autouse=True)
+def copies_however_dear(monkeypatch):
+    """Builds are drawn with strides that TMA cannot address: here a row makes copies instead of refusing."""
+    monkeypatch.setattr("cuflash.copies.COPY_SHARE", 1e9)
+    plan.make.cache_clear()
+    yield
+    plan.make.cache_clear()
+
+
 def problem_of(one: Build, direction: str):
     """A Problem of this build, of any sizes."""
     for call in list_of_calls(20, build=one, max_length=70, extreme=False):
@@ -118,6 +127,8 @@ def test_tuned_tiles_do_not_spill(direction, row, dtype):
     arch = "sm_90" if row.arch <= 90 else f"sm_{row.arch}"
     q = {dim: cuflash.spec((1, 256, 4, dim), dtype) for dim in TUNED}
     for dim in TUNED if dtype != "float64" else TUNED[:2]:
+        if not row.covers(dtype, dim, dim):
+            continue
         for causal in (False, True):
             found = cuflash.explain(
                 q[dim],
