@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from bench_help import BACK, SMALL, FakeClock, Made, lines_of, results_of, task_of
 
-from cuflash import cost
+import cuflash
+from cuflash import cost, plan
 from cuflash.bench import (
     inputs,
     meters,
@@ -18,6 +19,7 @@ from cuflash.bench import (
     report,
     shapes,
 )
+from cuflash.bench.ahead import specs_of
 from cuflash.bench.contenders import check_names
 from cuflash.bench.run import Line, _wants_graph, run
 from cuflash.bench.shapes import Shape, Sizes, Suite
@@ -69,6 +71,18 @@ def test_one_option_at_a_time():
         assert len(mine) == len(shapes.ONE_OPTION) - 1 + n_more
         for shape in mine[1:]:
             assert (shape.heads != shape.heads_k) + len(shape.settings) + len(shape.drawn) == 1
+
+
+@pytest.mark.parametrize("drawn", [(), ("bias_plane",), ("mask", "sink"), ("packed",), ("key_lengths",),
+                                   ("blocks_1/4",)])  # fmt: skip
+def test_what_is_compiled_ahead_is_what_the_call_needs(drawn):
+    settings = (("causal", True), ("softcap", 5.0))
+    shape = Shape("forward", 2, 256, 256, 4, 2, 64, 64, "float16", settings, drawn)
+    q, k, v, options = specs_of(shape)
+    ahead = cuflash.explain(q, k, v, **options, device="sm_90a")
+    made = inputs.draw(shape, np)
+    call = cuflash.explain(*(made.first[name] for name in "qkv"), **made.options, device="sm_90a")
+    assert plan.jobs([ahead]) == plan.jobs([call]) != []
 
 
 def test_a_bias_that_all_heads_share():

@@ -9,7 +9,7 @@
 | probe.py | each peer tried in a child process first |
 | timing.py, meters.py | clocks, shuffled rounds, CUDA graphs; memory |
 | truth.py | sampled rows against the float64 reference |
-| run.py | one run of all that |
+| run.py, ahead.py | one run of all that; what is compiled before |
 | report.py, plots.py, markdown.py | tables, plots, the READMEs' tables |
 | against.py, profile.py | regressions; Nsight Compute |
 | command.py | the command line |

@@ -18,10 +18,8 @@ from typing import Any
 
 import numpy as np
 
-import cuflash
-from cuflash import build, plan
-from cuflash.arrays import spec
 from cuflash.bench import meters, roofs
+from cuflash.bench.ahead import compile_ahead
 from cuflash.bench.contenders import Contender, Prepared, own
 from cuflash.bench.contenders import roofs as matmuls
 from cuflash.bench.inputs import Inputs, draw
@@ -202,27 +200,6 @@ def _reference_ahead(task: Task) -> Iterator[None]:
         job = pool.submit(once)
         yield
         job.exception()  # what is wrong with it, the check of a shape will say again
-
-
-def compile_ahead(task: Task) -> None:
-    """Every build that cuflash's kernels need for the suite, in parallel; array options compile when used."""
-    plans = []
-    for shape in task.suite.shapes:
-        if shape.drawn:
-            continue
-        q = spec((shape.batch, shape.len_q, shape.heads, shape.head_dim), shape.dtype)
-        k = spec((shape.batch, shape.len_k, shape.heads_k, shape.head_dim), shape.dtype)
-        v = spec((shape.batch, shape.len_k, shape.heads_k, shape.head_dim_v), shape.dtype)
-        for one in own(shape.direction, task.place, task.kernels, task.suite.ladder):
-            kernel = None if one.name == "auto" else one.name
-            for backward in {False, shape.direction == "backward"}:
-                with contextlib.suppress(CuflashError):  # a row that refuses is a line later
-                    named = kernel if backward == (shape.direction == "backward") else None
-                    plans.append(
-                        cuflash.explain(q, k, v, **dict(shape.settings), backward=backward, kernel=named)
-                    )
-    with contextlib.suppress(CuflashError):  # what does not compile is a line later
-        build.compile_all(plan.jobs(plans))
 
 
 # ---- one shape
