@@ -18,7 +18,8 @@ from cuflash.cases import Case, _bias, _block_mask, cases
 WAIT = re.compile(
     r"\b(?:block_sync|warp_sync|barrier_(?:sync|arrive)|cluster_(?:sync|arrive|wait)|cp_async_(?:commit|wait|arrive)"
     r"|mbarrier_(?:init_fence|wait|arrive|arrive_expect|arrive_remote|expect)|fence_async_(?:shared|global)"
-    r"|wgmma_(?:fence|commit|wait)|bulk_(?:commit|wait_read|wait)|wait_for_tiles)\s*(?:<[^<>;]*>)?\s*\("
+    r"|wgmma_(?:fence|commit|wait)|bulk_(?:commit|wait_read|wait)|wait_for_tiles"
+    r"|\w+_at\.wait_(?:full|empty))\s*(?:<[^<>;]*>)?\s*\("
 )
 # where the instructions themselves are defined
 WRAPPERS = {"warp", "barrier", "cp_async", "mbarrier", "tma", "cluster", "wgmma"}
@@ -113,6 +114,11 @@ def chosen_cases() -> list[Case]:
     for axes in ((1, 2), (2, 3), (0, 3)):  # broadcast biases under a block mask
         draw = {"bias": _bias(*axes), "block_mask": _block_mask}
         chosen.append(Case(f"block mask and bias of axes {axes}", (2, 70, 93, 4, 2, 64, 64), draw=draw))
+    # more query tiles than a persistent grid has blocks, some of which see no keys
+    chosen.append(Case("many query tiles", (3, 300, 420, 20, 2, 64, 64), {"causal": True}))
+    chosen.append(
+        Case("many without keys", (3, 300, 120, 20, 2, 64, 64), {"causal": True, "query_offset": -150})
+    )
     return chosen
 
 
