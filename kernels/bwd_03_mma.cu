@@ -1,14 +1,14 @@
 // bwd_03_mma.cu - attention backward: all five products on tensor cores.   sm_80; sm_75 in float16
 //
 // Read after   bwd_02_tiled.cu          Read next   bwd_04_pipeline.cu
-// Changes      16-bit tiles, products by mma.sync.  Scores come transposed, S^T = K Q^T: then P^T and dS^T lie
-//              as dV and dK want them, by rows, and dS^T serves dQ too, read by ldmatrix.trans
+// Changes      16-bit tiles, products by mma.sync.  Scores come transposed, S^T = K Q^T: then P^T and dS^T
+//              lie as dV and dK want them, by rows, and dS^T serves dQ too, read by ldmatrix.trans
 //
 // Algorithm    = tiled_backward.backward.   One block: TILE_KV keys of one (batch, key head).
 //                K, V -> shared, once
 //                for each query head of the group, each query tile that sees these keys:
 //                  S^T = K Q^T,  dP^T = V dO^T                 registers
-//                  P = 2^(scale S - lse),  dS = P (dP - delta) lib/mma_gradient.cuh; both in 16 bits to shared
+//                  P = 2^(scale S - lse),  dS = P (dP - delta) lib/mma_gradient.cuh; both to shared, 16 bits
 //                  dV += P^T dO,  dK += dS^T Q                 registers, over the whole walk
 //                  dQ_sum += dS K                              memory, atomically, 16 bytes at a time
 //                dK * scale, dV -> memory                      (pass_convert makes dQ of dQ_sum)
@@ -51,7 +51,8 @@ KERNEL(n_threads, 1) bwd_03_mma(const __grid_constant__ Args args) {
   const i32 j0 = own.j0, j1 = smallest(j0 + tile_kv, seq.len_k);
   const Range queries = j0 < j1 ? visible_queries(args, seq, j0, j1 - 1) : Range{0, 0};
   const i64 group = queries.begin < queries.end ? args.heads / args.heads_k : 0;
-  const float scale = static_cast<float>(args.scale), scale_log2 = static_cast<float>(args.scale * SCORE_UNIT);
+  const float scale = static_cast<float>(args.scale);
+  const float scale_log2 = static_cast<float>(args.scale * SCORE_UNIT);
 
   Share<tile_kv, head_dim_tile> dK;
   Share<tile_kv, head_dim_v_tile> dV;

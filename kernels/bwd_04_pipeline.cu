@@ -1,6 +1,6 @@
 // bwd_04_pipeline.cu - attention backward on tensor cores, Q and dO double-buffered.   sm_80 and later
 //
-// Read after   bwd_03_mma.cu          Read next   nothing yet: the last rung on mma.sync
+// Read after   bwd_03_mma.cu          Read next   bwd_05_wgmma.cu
 // Changes      Q and dO have two stages: the next tile is asked for before this one is used.  Where a warp
 //              makes whole rows of P^T and dS^T they stay in its registers.  Every option of the contract
 //
@@ -9,23 +9,28 @@
 //                for each query head of the group, each query tile that sees these keys:
 //                  wait; ask for the next Q, dO
 //                  S^T = K Q^T,  dP^T = V dO^T                 registers, STEP_Q queries at a time
-//                  P, dS                                       lib/mma_gradient.cuh; tiles visible as a whole
-//                                                              are not tested
+//                  P, dS                                       lib/mma_gradient.cuh, masks where needed
 //                  dV += P^T dO,  dK += dS^T Q                 registers, over the whole walk
-//                  dQ_tiles += dS K                            memory, atomically, 16 bytes at a time, whole lines
+//                  dQ_tiles += dS K                            memory, atomically, whole lines
 //                dK * scale, dV -> memory                      (pass_dq_tiles makes dQ of dQ_tiles)
 //              Where that leaves too few blocks, n_shares blocks share the heads of a group and add to dK_sum
 //              and dV_sum in memory.
 //              deterministic: blocks add to a tile of dQ in turn, keys ascending.  A block waits for one
-//              with a smaller number only, and those have started
-// Grid         x: tile + n_tiles * share; tiles by sections of heads whose Q, dO and dQ_tiles fit the L2 cache
+//              with a smaller number only, and those have started.
+//              float32: products by TF32, one or three each (lib/tf32_shares.cuh); three want finite numbers,
+//              so pass_odd looks, and where there are others __careful works in place of this kernel
+// Grid         x: tile + n_tiles * share; tiles by sections of heads whose Q, dO, dQ_tiles fit the L2 cache
 // Tile         TILE_Q x TILE_KV x HEAD_DIM; each product is cut among the warps so that they read least
 // Shared       in 16 bits, chunks permuted: K, V [TILE_KV, .] | Q, dO [2][TILE_Q, .] | dS^T and, unless it
 //              stays in registers, P^T [TILE_KV, TILE_Q]; lse, delta [2][TILE_Q] in float32
 // Registers    per thread: dK, dV 2 TILE_KV HEAD_DIM / n_threads floats, S and dP STEP_Q TILE_KV / n_threads.
 //              No spills without options
 // Bytes        per block: K, V, dK, dV once; Q, dO, lse, delta and dQ_tiles (an addition) per query tile
-// Barriers     2 a tile: "the tile is there, and everyone has used the one before", "P and dS are there"
+// Barriers     2 a tile: "the tile is there, and everyone has used the one before", "P and dS are there";
+//              1 of pairs of warps where they trade (lib/shares.cuh)
+// Tried        H200, bfloat16, length 8,192, 2026-11-30: dQ added by rows, 64 B of each at a time: 6 to 14 %
+//              slower.  head_dim 128 with 128 keys and 8 warps: 4 % slower; 96, 192 with 64 keys: 7, 11 %.
+//              256 without the trade: 4 %.  The weights after dP: 3 to 6 %
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
 #include "lib/blocks.cuh"
@@ -88,7 +93,8 @@ DEVICE void backward(const Args& args, Smem& smem) {
   const Sequence& seq = own.seq;
   const i32 j0 = own.j0, j1 = smallest(j0 + tile_kv, seq.len_k);
   const Range queries = j0 < j1 ? visible_queries(args, seq, j0, j1 - 1) : Range{0, 0};
-  const float scale = static_cast<float>(args.scale), scale_log2 = static_cast<float>(args.scale * SCORE_UNIT);
+  const float scale = static_cast<float>(args.scale);
+  const float scale_log2 = static_cast<float>(args.scale * SCORE_UNIT);
 
   // A key that nobody sees has no heads to walk: dK = dV = 0.
   const i64 group = queries.begin < queries.end ? args.heads / args.heads_k : 0;
@@ -141,7 +147,7 @@ DEVICE void backward(const Args& args, Smem& smem) {
 #pragma unroll 1
   while (at.exists()) {
     cp_async_wait<0>();
-    block_sync();   // the tile (and K, V) is there; everyone has used the one before: its stage may be refilled
+    block_sync();   // the tile (and K, V) is there; everyone has used the one before: its stage is free
     if (deterministic && thread == 0 && my_turn >= 0)
       Global<i32>(args.workspace[SLOT_COUNTS]).add_release(my_turn, 1);
     const Cursor next = settle({at.h, at.i0 + tile_q, at.h_end});
@@ -188,11 +194,11 @@ DEVICE void backward(const Args& args, Smem& smem) {
         differentiate(S, dP, smem.of_rows, stage, first, place, lane);
         if (!full) hide(args, S, dP, seq, rules, i0, first, j0, place, lane, is_kept);
       } else if (full) {
-        share_gradient<false>(args, smem.of_rows, stage, S, dP, seq, rules, i0, first, j0, place, lane, is_kept,
-                              visit);
+        share_gradient<false>(args, smem.of_rows, stage, S, dP, seq, rules, i0, first, j0, place, lane,
+                              is_kept, visit);
       } else {
-        share_gradient<true>(args, smem.of_rows, stage, S, dP, seq, rules, i0, first, j0, place, lane, is_kept,
-                             visit);
+        share_gradient<true>(args, smem.of_rows, stage, S, dP, seq, rules, i0, first, j0, place, lane,
+                             is_kept, visit);
       }
       store_scores(dP, dS_smem, first, place, lane);
       if constexpr (keeps_P) {

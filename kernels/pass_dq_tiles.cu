@@ -1,8 +1,8 @@
 // pass_dq_tiles.cu - dQ from the sums that bwd_04_pipeline leaves as its warps hold them.   sm_80 and later
 //
 // Read after   bwd_04_pipeline.cu
-// Algorithm    dQ = dQ_tiles * scale, one block per query tile, with that kernel's tiles and warps: a thread reads
-//              the numbers of its own place and stores them in the rows of dQ
+// Algorithm    dQ = dQ_tiles * scale, one block per query tile, with that kernel's tiles and warps: a thread
+//              reads the numbers of its own place and stores them in the rows of dQ
 // Grid         x: query head + heads * slot, slot: positions.cuh
 // Bytes        dQ_tiles once, whole tiles; dQ once
 #include "lib/params.cuh"

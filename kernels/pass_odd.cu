@@ -1,4 +1,4 @@
-// pass_odd.cu - is any number of Q, K, V, dO not finite?  What TF32 products in three parts must know.   any GPU
+// pass_odd.cu - is any number of Q, K, V, dO not finite?  TF32 products in parts must know.   any GPU
 //
 // Read after   bwd_04_pipeline.cu
 // Algorithm    workspace[SLOT_COUNTS][0] <- 1 if there is one, rows beyond a length included; else it stays 0

@@ -1,4 +1,4 @@
-// mma_gradient.cuh - the backward between its products on tensor cores: P and dS, on what a warp holds of them.
+// mma_gradient.cuh - the backward between its products on tensor cores: P and dS, as a warp holds them.
 #pragma once
 #include "barrier.cuh"
 #include "gradient.cuh"
@@ -9,9 +9,9 @@
 // Nothing but the scale changes a score: P is one multiply-add and one exponential, in base 2.
 constexpr bool is_plain = !has_softcap && !has_alibi && !has_bias && !has_dropout && sizeof(elem) == 2;
 
-// What the rows of a query tile give to all their scores: lse (base 2 and +inf for a row that attends to nothing
-// where is_plain: pass_delta made it; else as given) and delta.  Zeros for rows that do not exist: their Q and
-// dO are zeros too, and so is dS, whatever P is.
+// What the rows of a query tile give to all their scores: lse (where is_plain pass_delta has made it base 2,
+// and +inf for a row that attends to nothing; else as given) and delta.  Zeros for rows that do not exist:
+// their Q and dO are zeros too, and so is dS, whatever P is.
 template <int stages> struct TileNumbers {
   Shared<float, stages, tile_q> lse;
   Shared<float, stages, tile_q> delta;
@@ -57,8 +57,8 @@ DEVICE u32 dropout_keeps_piece(const Dropout& dropout, i32 i, i32 j_first, int l
   return (bits & 1) | (bits >> 3 & 2) | (bits >> 6 & 4) | (bits >> 9 & 8);
 }
 
-// What is_plain builds do, in three steps.  The first needs no dP, so it runs under the product that makes it;
-// the last is for tiles with hidden elements alone.
+// What is_plain builds do, in three steps.  The first needs no dP, so it runs under the product that makes
+// it; the last is for tiles with hidden elements alone.
 
 // S <- P, of columns `first` on.
 template <class Part, class Numbers>
@@ -75,7 +75,8 @@ DEVICE void weigh(Part& S, Numbers& numbers, int stage, float scale_log2, int fi
 }
 // dP <- dS.
 template <class Part, class Numbers>
-DEVICE void differentiate(const Part& P, Part& dP, Numbers& numbers, int stage, int first, int warp, int lane) {
+DEVICE void differentiate(const Part& P, Part& dP, Numbers& numbers, int stage, int first, int warp,
+                          int lane) {
 #pragma unroll
   for (int c = 0; c < Part::n; ++c) {
     const Pack<float, 2> delta = numbers.delta_of(stage, first + Part::col(warp, lane, c));
@@ -109,7 +110,8 @@ DEVICE void hide(const Args& args, Part& P, Part& dS, const Sequence& seq, const
 // visit(r, i, j, d_score): called for every visible element; r is the lane's row.
 template <bool tests, class Part, class Numbers, class Kept, class Visit>
 DEVICE void share_gradient(const Args& args, Numbers& numbers, int stage, Part& S, Part& dP,
-                           const Sequence& seq, const HeadRules& rules, i32 i0, i32 first, i32 j0, int warp, int lane, Kept is_kept, Visit visit) {
+                           const Sequence& seq, const HeadRules& rules, i32 i0, i32 first, i32 j0, int warp,
+                           int lane, Kept is_kept, Visit visit) {
   Range queries[Part::n_rows];
 #pragma unroll
   for (int r = 0; r < Part::n_rows; ++r) {
@@ -133,7 +135,8 @@ DEVICE void share_gradient(const Args& args, Numbers& numbers, int stage, Part& 
         float &score = S.at[a][c][e], &dscore = dP.at[a][c][e];
         Gradient gradient = {};
         const bool is_inside = !tests || (i >= queries[r].begin && i < queries[r].end);
-        if (!tests || (visible(args, rules.masking, {0, is_inside ? 0x7fffffff : 0}, i, j) && is_kept(i, j))) {
+        const Range keys = {0, is_inside ? 0x7fffffff : 0};
+        if (!tests || (visible(args, rules.masking, keys, i, j) && is_kept(i, j))) {
           gradient = gradient_of(args, rules, lse.item[e % 2], delta.item[e % 2], score, dscore,
                                  keeps >> e & 1, i, j);
           visit(r, i, j, gradient.d_score);
@@ -147,9 +150,10 @@ DEVICE void share_gradient(const Args& args, Numbers& numbers, int stage, Part& 
 
 // ---- loads and places
 
-// Tiles that hold dO.  An array of another dtype comes in 16-bit parts, else its rounding would add to that of
-// P; in as many as float32 has bits for, where the gradient of the slopes is a float32 sum of dP.
-constexpr int dO_parts = is_same<dout_elem, elem> || sizeof(elem) == 4 ? 1 : wants_dalibi && is_same<elem, bf16> ? 3 : 2;
+// Tiles that hold dO.  An array of another dtype comes in 16-bit parts, else its rounding would add to that
+// of P; in as many as float32 has bits for, where the gradient of the slopes is a float32 sum of dP.
+constexpr bool has_own_dO = is_same<dout_elem, elem> || sizeof(elem) == 4;
+constexpr int dO_parts = has_own_dO ? 1 : wants_dalibi && is_same<elem, bf16> ? 3 : 2;
 
 // tiles = dO, whatever its dtype, asked for or loaded: each holds what the one before has lost.
 template <bool is_async, class Tile>
@@ -182,9 +186,9 @@ DEVICE void load_dO(Tile (&tiles)[dO_parts], const void* data, const TileSource&
 
 constexpr i64 SECTION_BYTES = 24 << 20;   // of Q, dO and the sums of dQ: half of the L2 of a large GPU
 
-// What block x of the grid n_slots * heads_k owns: heads in sections whose rows fit the L2 cache together, and
-// a section is finished before the next begins.  Inside it heads alternate and tiles go up: with causal the
-// heaviest lead.  Of one head, a smaller x has the smaller tile.
+// What block x of the grid n_slots * heads_k owns: heads in sections whose rows fit the L2 cache together,
+// and a section is finished before the next begins.  Inside it heads alternate and tiles go up: with causal
+// the heaviest lead.  Of one head, a smaller x has the smaller tile.
 DEVICE KeyTile key_tile_in_section(const Args& args, i64 x) {
   if constexpr (is_packed) return key_tile_of(args, x, tile_kv, args.heads_k);
   const i64 n_tiles = ceil_div(args.len_k, tile_kv), key_heads = args.batch * args.heads_k;
@@ -214,11 +218,12 @@ DEVICE TileSource key_rows(const Tensor& tensor, const Sequence& seq, i64 h_k, i
 
 // ---- gradients of options, and order
 
-constexpr int SLOT_DALIBI = 0;   // workspace: float [slots of key tiles, heads], one part of dalibi_slopes each
-constexpr int SLOT_DBIAS = 1;    // workspace: float [batch, heads, len_k], dbias summed over the queries
-constexpr int SLOT_COUNTS = 2;   // workspace: i32 [1 + heads * slots of query tiles]: is a number not finite? (pass_odd
-                                 // says so); then, of each query tile, the blocks that have added to its dQ
-constexpr int SLOT_DQ = 3;       // workspace: float [heads, slots of query tiles, ...], sums of dQ as OfQ holds them
+// Workspace, by slot:
+constexpr int SLOT_DALIBI = 0;   // float [slots of key tiles, heads], one part of dalibi_slopes each
+constexpr int SLOT_DBIAS = 1;    // float [batch, heads, len_k], dbias summed over the queries
+constexpr int SLOT_COUNTS = 2;   // i32 [1 + heads * slots of query tiles]: is a number not finite (pass_odd);
+                                 // then, of each query tile, the blocks that have added to its dQ
+constexpr int SLOT_DQ = 3;       // float [heads, slots of query tiles, ...], sums of dQ as OfQ holds them
 
 // A lane's sums over the queries of one head.
 template <class Part> struct HeadSums {
@@ -231,7 +236,7 @@ template <class Part> struct HeadSums {
   }
 };
 
-// sums -> memory, in a fixed order.  All threads; scratch is free before and after.  place: of the warp in Part.
+// sums -> memory, in a fixed order.  All threads; scratch is free before and after.  place: in Part.
 template <class Part, class Tile>
 DEVICE void store_sums(const Args& args, const KeyTile& own, i64 h, const HeadSums<Part>& sums, Tile& scratch,
                        int place, int thread) {
@@ -244,7 +249,7 @@ DEVICE void store_sums(const Args& args, const KeyTile& own, i64 h, const HeadSu
       float total = 0;
       for (int w = 0; w < n_warps; ++w) total += scratch.cells.template as<float>(w, 0);
       const i64 tile = own.j0 / tile_kv;
-      const i64 slot = is_packed ? own.seq.k_row0 / tile_kv + own.seq.b + tile : tile * args.batch + own.seq.b;
+      const i64 b = own.seq.b, slot = is_packed ? own.seq.k_row0 / tile_kv + b + tile : tile * args.batch + b;
       Global<float>(args.workspace[SLOT_DALIBI]).store(slot * args.heads + h, total);
     }
     block_sync();   // thread 0 has read: scratch is free

@@ -3,11 +3,11 @@
 // Scores come transposed, S^T[j][i]: rows are keys.  A warp multiplies 16 rows of A by 8 columns of B:
 //
 //   product            A            B            in shared memory   read by
-//   S^T  += K Q^T      K[j][d]      Q[i][d]      as they lie        ldmatrix, ldmatrix           multiply_rows
-//   dP^T += V dO^T     V[j][d]      dO[i][d]     as they lie        ldmatrix, ldmatrix           multiply_rows
-//   dV   += P^T dO     P^T[j][i]    dO[i][d]     k is B's row       ldmatrix, ldmatrix.trans     multiply
-//   dK   += dS^T Q     dS^T[j][i]   Q[i][d]      k is B's row       ldmatrix, ldmatrix.trans     multiply
-//   dQ   += dS K       dS^T[j][i]   K[j][d]      k is both's row    ldmatrix.trans, .trans       multiply_columns
+//   S^T  += K Q^T      K[j][d]      Q[i][d]      as they lie        ldmatrix, ldmatrix         multiply_rows
+//   dP^T += V dO^T     V[j][d]      dO[i][d]     as they lie        ldmatrix, ldmatrix         multiply_rows
+//   dV   += P^T dO     P^T[j][i]    dO[i][d]     k is B's row       ldmatrix, ldmatrix.trans   multiply
+//   dK   += dS^T Q     dS^T[j][i]   Q[i][d]      k is B's row       ldmatrix, ldmatrix.trans   multiply
+//   dQ   += dS K       dS^T[j][i]   K[j][d]      k is both's row    ldmatrix.trans, both   multiply_columns
 #pragma once
 #include "barrier.cuh"
 #include "matrices.cuh"
@@ -24,8 +24,9 @@ DEVICE constexpr int warps_across(int rows, int cols, int warps) {
   return best;
 }
 
-// What a warp holds of a product of [n_rows, n_cols] that all warps of the block, or some, share.  Rows lie in one
-// piece; columns alternate between the warps, 16 at a time, so that every warp reads at constant distances.
+// What a warp holds of a product of [n_rows, n_cols] that all warps of the block, or some, share.  Rows lie
+// in one piece; columns alternate between the warps, 16 at a time, so that every warp reads at constant
+// distances.
 // Piece (a, c) is 16 x 8; of it a lane has rows lane / 4 and + 8, columns 2 (lane % 4) and + 1.
 template <int n_rows_, int n_cols, int warps = n_warps, int cut = warps_across(n_rows_, n_cols, warps)>
 struct Share {
@@ -59,7 +60,8 @@ struct Share {
 
 // The two neighbouring pieces of a share, or its only one, times one step of A.
 template <class Result>
-DEVICE void multiply_step(Result& result, int pair, const u32 (&A)[Result::row_blocks][4], const u32 (&B)[4]) {
+DEVICE void multiply_step(Result& result, int pair, const u32 (&A)[Result::row_blocks][4],
+                          const u32 (&B)[4]) {
 #pragma unroll
   for (int a = 0; a < Result::row_blocks; ++a) {
     mma_k16<elem>(result.at[a][2 * pair], A[a], B[0], B[1]);
@@ -203,7 +205,8 @@ DEVICE void store_scores(Part& part, XorTile<rows, cols>& tile, int first, int w
   for (int c = 0; c < Part::n; ++c)
 #pragma unroll
     for (int r = 0; r < Part::n_rows; ++r)
-      tile.cells.template as<u32>(row0 + Part::row(0, 0, r), (chunk0 ^ Part::col(0, 0, c) / 8) * 8 + col0 % 8) =
+      tile.cells.template as<u32>(row0 + Part::row(0, 0, r),
+                                  (chunk0 ^ Part::col(0, 0, c) / 8) * 8 + col0 % 8) =
           pack<elem>(part.of_row(r, c, 0), part.of_row(r, c, 1));
 }
 
@@ -249,12 +252,13 @@ DEVICE void add_share(Part& part, void* data, const TileSource& target, int warp
   }
 }
 
-// Sums in memory as the warps hold a share: 16 bytes of every thread side by side, piece after piece, so that a
-// warp touches whole lines.  first: index of the share's first number.
+// Sums in memory as the warps hold a share: 16 bytes of every thread side by side, piece after piece, so that
+// a warp touches whole lines.  first: index of the share's first number.
 template <class Part> DEVICE i64 piece_index(i64 first, int a, int c, int thread) {
   return first + ((a * Part::n + c) * n_threads + thread) * 4;
 }
-template <class Part> DEVICE void add_pieces(const Part& part, const Global<float>& to, i64 first, int thread) {
+template <class Part>
+DEVICE void add_pieces(const Part& part, const Global<float>& to, i64 first, int thread) {
 #pragma unroll
   for (int a = 0; a < Part::row_blocks; ++a)
 #pragma unroll
@@ -263,7 +267,8 @@ template <class Part> DEVICE void add_pieces(const Part& part, const Global<floa
       add_chunk(to, piece_index<Part>(first, a, c, thread), Vec16<float>{{x[0], x[1], x[2], x[3]}});
     }
 }
-template <class Part> DEVICE void load_pieces(Part& part, const Global<float>& from, i64 first, int thread) {
+template <class Part>
+DEVICE void load_pieces(Part& part, const Global<float>& from, i64 first, int thread) {
 #pragma unroll
   for (int a = 0; a < Part::row_blocks; ++a)
 #pragma unroll

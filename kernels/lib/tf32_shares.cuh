@@ -1,19 +1,19 @@
-// tf32_shares.cuh - shares.cuh for float32: products by TF32 mma, one each, or three each that keep float32's bits.
+// tf32_shares.cuh - shares.cuh for float32: one TF32 product each, or three that keep float32's bits.
 //
-// x = high + low, both TF32 (11 bits); a b = low high + high low + high high leaves an error of 2^-22.  Tensor
-// cores round sums toward zero, so a sum that goes on from tile to tile is made apart for each tile and added.
+// x = high + low, both TF32 (11 bits); a b = low high + high low + high high leaves an error of 2^-22.
+// Tensor cores round sums toward zero: long sums are made in chains, which ordinary additions put together.
 //
-// mma_tf32_k8 takes k in steps of 8.  Where k runs along the rows of memory ldmatrix reads operands (a row of 16
-// bytes is 4 numbers); where it runs down the columns, lanes read number by number: 4 rows x 8 columns at once.
+// mma_tf32_k8 takes k in steps of 8.  Where k runs along the rows of memory ldmatrix reads operands (a row of
+// 16 bytes is 4 numbers); where it runs down the columns, lanes read number by number, 4 rows x 8 columns.
 #pragma once
 #include "shares.cuh"
 
 // precision_code: 1 one product; 2 three, of finite numbers; 3 three, of any
 constexpr bool is_three_products = precision_code >= 2, takes_infinity = precision_code == 3;
 
-// Chunk c (4 numbers) of a row lies at c xor key(row).  Keys of 8 rows are distinct, so ldmatrix reads one chunk
-// of 8 rows without conflicts; keys of 4 neighbouring rows differ above their lowest bit, so 8 columns of 4 rows
-// are read without conflicts too.
+// Chunk c (4 numbers) of a row lies at c xor key(row).  Keys of 8 rows are distinct, so ldmatrix reads one
+// chunk of 8 rows without conflicts; keys of 4 neighbouring rows differ above their lowest bit, so 8 columns
+// of 4 rows are read without conflicts too.
 template <int n_rows_, int n_cols> struct FloatTile {
   static constexpr int rows = n_rows_, cols = n_cols, chunks = cols / 4, period = chunks % 8 == 0 ? 8 : 4;
   Shared<float, rows, cols> cells;
@@ -37,9 +37,10 @@ template <int rows, int cols> struct TileChoice<true, rows, cols> { using type =
 // A tile of the inputs' dtype.
 template <int rows, int cols> using ElemTile = typename TileChoice<is_same<elem, float>, rows, cols>::type;
 
-// tile[r][d] = source by cp.async where chunks can be read whole, else through registers.  The caller commits.
+// tile[r][d] = source by cp.async where chunks can be read whole, else by numbers.  The caller commits.
 template <int rows, int cols>
-DEVICE void request_tile(FloatTile<rows, cols>& tile, const void* data, const TileSource& source, int thread) {
+DEVICE void request_tile(FloatTile<rows, cols>& tile, const void* data, const TileSource& source,
+                         int thread) {
   const Global<float> from(const_cast<void*>(data));
   constexpr int chunks = cols / 4, n = rows * chunks;
   const int first = opaque(thread);
@@ -106,7 +107,8 @@ template <class Result> struct Chain {
 };
 constexpr int chain_steps = 4;   // of 8
 // Steps whose operands are under way at once: as many as there are registers for.
-constexpr int MANY_STEPS = takes_infinity ? 2 : is_three_products ? 8 : 4, FEW_STEPS = is_three_products ? 2 : 4;
+constexpr int MANY_STEPS = takes_infinity ? 2 : is_three_products ? 8 : 4;
+constexpr int FEW_STEPS = is_three_products ? 2 : 4;
 
 // The pieces of a share, n of them from `first` on, times a step of 8: B has two numbers for each piece.
 template <class Result, int n>
@@ -151,8 +153,8 @@ DEVICE void multiply_down(Chain<Result>& chain, const u32 (&A)[Result::row_block
 // ---- the three products of shares.cuh
 
 template <class Result, int rows_a, int depth, int rows_b>
-DEVICE void multiply_rows(Result& result, FloatTile<rows_a, depth>& A, FloatTile<rows_b, depth>& B, int b_row0,
-                          int warp, int lane) {
+DEVICE void multiply_rows(Result& result, FloatTile<rows_a, depth>& A, FloatTile<rows_b, depth>& B,
+                          int b_row0, int warp, int lane) {
   const u32 a0 = address_of_A(A, Result::first_row(warp), lane);
   const int b_lane = Result::n == 1 ? lane % 16 : lane;   // ldmatrix_x2 reads 8 rows
   const u32 b0 = address_of_B(B, b_row0 + Result::first_col(warp), b_lane);
@@ -178,7 +180,8 @@ DEVICE void multiply_rows(Result& result, FloatTile<rows_a, depth>& A, FloatTile
 }
 
 template <class Result, int rows, int depth, int cols>
-DEVICE void multiply(Result& result, FloatTile<rows, depth>& A, FloatTile<depth, cols>& B, int warp, int lane) {
+DEVICE void multiply(Result& result, FloatTile<rows, depth>& A, FloatTile<depth, cols>& B, int warp,
+                     int lane) {
   const u32 a0 = address_of_A(A, Result::first_row(warp), lane);
   Chain<Result> chain;
 #pragma unroll FEW_STEPS
