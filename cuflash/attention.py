@@ -78,7 +78,7 @@ def attention(
     | sink | (heads,) | a logit in the softmax's denominator only; float32 |
     | dropout | (p, seed[, shift]) | 0 <= p < 1; the same mask on every path: `dropout_mask` |
     | layout | | "bshd", or "bhsd" for (batch, heads, len, dim); read in place either way |
-    | precision | | float32 inputs: "float32", or "tf32" on tensor cores; None: float32 |
+    | precision | | float32 inputs: "tf32": products of 11 bits on tensor cores; None, "float32": of all 24 |
     | out_dtype | | of out; None: that of q |
     | kernel | | name of a row, see `explain`; on NumPy arrays it runs in the emulator |
     | workspace | (bytes,) uint8 | scratch of plan.workspace_bytes, for calls that must not allocate |

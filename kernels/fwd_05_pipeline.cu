@@ -72,8 +72,12 @@ DEVICE void attend(const Args& args, Smem& smem) {
   };
   Range keys = keys_of(own.i0, i1);
   if constexpr (is_split) keys = share_of(keys, blockIdx.x % n_shares, span);
-  const i32 first_row = own.i0 + warp_row;
-  const Range warp_keys = keys_of(first_row, smallest(first_row + row_blocks * 16, i1));
+  // Keys that some row of the warp sees, and keys that all of its rows see: those need no tests.
+  const i32 first_row = own.i0 + warp_row, end_row = first_row + row_blocks * 16;
+  const Range some_see = keys_of(first_row, smallest(end_row, i1));
+  Range all_see = {0, 0};
+  if (!masks_every_tile && !asks_blocks && end_row <= last_query(args, seq))
+    all_see = {visible_keys(args, seq, end_row - 1).begin, visible_keys(args, seq, first_row).end};
   Walk walk(args.blocks, seq.b, own.h, own.i0, i1, keys.begin, lane);
   const auto next_span = [&](i32 j) {
     if constexpr (has_block_mask) return walk.next(j);
@@ -125,19 +129,19 @@ DEVICE void attend(const Args& args, Smem& smem) {
 #pragma unroll unrolled_parts
     for (int part = 0; part < n_parts; ++part) {
       const i32 j = j0 + part * tile_kv;
-      const bool has_work = warp_keys.begin < j + tile_kv && j < warp_keys.end;
+      const bool has_work = some_see.begin < j + tile_kv && j < some_see.end;
       Weights P;
       if (has_work) {
         Fragment<tile_kv> S;
         multiply_QK(S, opaque(Q_first), K_at + KTile::down(part * tile_kv));
-        const i32 i0 = own.i0 + opaque(thread) / 32 * row_blocks * 16;   // not a register for the whole loop
+        const auto i0 = [&] { return own.i0 + opaque(thread) / 32 * row_blocks * 16; };   // keeps no register
         const auto is_kept = [&](i32 i, i32 j) { return smem.keeps(walk, i, j0, j, stage); };
-        if (!asks_blocks && is_fully_visible(args, seq, i0, i0 + row_blocks * 16, j, j + tile_kv))
-          modify_scores<false>(args, seq, rules, S, i0, j, lane, is_kept);
+        if (all_see.begin <= j && j + tile_kv <= all_see.end)
+          modify_scores<false>(args, seq, rules, S, i0(), j, lane, is_kept);
         else
-          modify_scores<true>(args, seq, rules, S, i0, j, lane, is_kept);
+          modify_scores<true>(args, seq, rules, S, i0(), j, lane, is_kept);
         soften_by_vote(S, state, O, rules.late_scale);
-        if constexpr (has_dropout) drop(rules.dropout, S, i0, j, lane);
+        if constexpr (has_dropout) drop(rules.dropout, S, i0(), j, lane);
         P.take(S);
       }
       if constexpr (n_stages == 1) {
