@@ -2,8 +2,8 @@
 //
 // Read after   bwd_05_wgmma.cu            Read next   bwd_07_cluster.cu
 // Changes      a producer warp runs ahead by two stages; the next S and dP are asked for as soon as dV and dK
-//              are done, so that exponentials run under dP, dS under dQ, and dQ's additions under dV and dK.
-//              Every option of the contract
+//              are done, so that exponentials run under dP, dS under dQ, and dQ's additions under dV and dK
+//              (head_dim to 96; at 128 dK and dV leave no registers for that).  Every option of the contract
 //
 // Algorithm    = tiled_backward.backward.   One block: TILE_KV keys of one (sequence, key head).
 //                producer     K, V once; Q, lse and delta, dO of each query tile that sees these keys, of
@@ -22,6 +22,7 @@
 // Barriers     KV_full, Q_full[2], dO_full[2]: "it is there"; empty[2]: "Q and dO of this stage are used";
 //              dS_full[2]: "both groups' dS is there", one arrival per warp; deterministic: turn[2], added[2]
 //              between a group and the thread that takes turns for it
+// Tried        kernels/README.md: idle warps for the passes (dropped), orders of the products, V in registers
 #include "lib/params.cuh"
 #include "lib/key_group.cuh"
 
