@@ -2,7 +2,7 @@
 //
 // Read after   fwd_08_specialize.cu          Read next   fwd_10_persistent.cu
 // Changes      S of the next tile is issued before O += P V of this one: the tensor cores have two products
-//              in hand whenever a group waits.  The softmax no longer looks for the maximum: weights are taken
+//              in hand when a group waits.  The softmax no longer looks for the maximum: weights are taken
 //              under the one of the first tile, and their sum says if that was right (lib/lazy.cuh)
 //
 // Why          a comparison an element is an eighth of the softmax, and no exponential could begin before the

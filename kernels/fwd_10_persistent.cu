@@ -6,7 +6,7 @@
 //              A warpgroup skips key tiles that its own 64 rows do not see, and tests elements only where
 //              they see a part.  Every option of the contract, head_dim and head_dim_v to 256
 //
-// Why          between two blocks of fwd_09 an SM waits for a launch, for Q and the first K, and for O to leave
+// Why          between two blocks of fwd_09 an SM waits for a launch, for Q and K, and for O to leave
 // Algorithm    = tiled.forward, as fwd_09_overlap.
 //                producer (lib/producer.cuh): take a query tile, announce it, copy Q, K and V; again
 //                consumer: wait for a query tile; key tiles from the last to the first:
@@ -16,19 +16,20 @@
 //                            seen in part (a window's begin): S, hide, weights
 //                          O / l -> its buffer -> O_gmem      m + log l -> lse; again
 //                with a block mask key tiles go up, and the producer says which: those with a kept block
-// Grid         x: as many blocks as SMs, or one a query tile (PERSISTENT 0: head_dim 192 and 256, where there
-//              is no room for O).  Which query tile is next: lib/work.cuh; who asks first gets it
+// Grid         x: as many blocks as SMs.  Which query tile is next: lib/work.cuh; who asks first gets it
 // Tile         TILE_Q x TILE_KV x HEAD_DIM; a consumer owns 64 rows, a quad of lanes shares a row
 // Shared       in 16 bits, as panels (lib/panels.cuh): Q [Q_STAGES][TILE_Q, HEAD_DIM] |
-//              O [TILE_Q, HEAD_DIM_V] (or in Q's place) | K [N_STAGES][TILE_KV, HEAD_DIM] |
-//              V [N_STAGES][TILE_KV, HEAD_DIM_V]; behind them the work, the barriers, and the kept blocks
-//              where elements ask for them
+//              O [TILE_Q, HEAD_DIM_V] (O_BUFFER 0: not there, O leaves from registers) |
+//              K [N_STAGES][TILE_KV, HEAD_DIM] | V [N_STAGES][TILE_KV, HEAD_DIM_V]; behind them the work, the
+//              barriers, and the kept blocks where elements ask for them
 // Registers    consumer: S TILE_KV / 2 and O HEAD_DIM_V / 2 floats, P TILE_KV / 4 words, at once.  No spills
 //              without options
 // Bytes        per query tile: Q once, K and V of the key tiles that some row sees, O once
 // Barriers     Q_full, K_full, V_full, work_full: "is there".  Q_empty, K_empty, V_empty, work_empty: "all
 //              consumers have used it".  V_landed: the tile with a sequence's end, before the producer has
-//              cleared what lies behind it.  Named: 1 + g, the four warps of group g; n_groups + 1, all groups
+//              cleared what lies behind it.  Named: 1 + g, the four warps of group g
+// Tried        README.md: a table.  Slower on an H200: Q in registers, a look for the maximum in every tile,
+//              tiles in a fixed order, results that leave under the next tile's first product
 #include "lib/params.cuh"
 #include "lib/lazy.cuh"
 #include "lib/producer.cuh"
@@ -291,7 +292,7 @@ struct Consumer {
     const Results results = results_of(args, own);
     finish(args, own, results, O, state, own.i0 + warp_row, lane);
     const i32 i0 = own.i0 + 64 * group;
-    const bool is_whole = !is_packed || i0 + 64 <= own.seq.rows_q;   // else TMA would write into the next sequence
+    const bool is_whole = !is_packed || i0 + 64 <= own.seq.rows_q;   // else into the next sequence's rows
     const bool by_tma = stores_by_tma && is_mapped(args, args.maps.O) && is_whole;
     if (by_tma) {
       if (leads()) bulk_wait_read<0>();

@@ -3,7 +3,7 @@
 // The warp takes query tiles (lib/work.cuh), announces each to the consumers, and copies its Q, then K and V
 // of every key tile that some row may see, K one tile ahead of V: the order in which they are used.  It runs
 // ahead of the consumers, into the next query tile too, as far as stages are empty.
-// All 32 lanes walk, lane 0 waits and acts: another that waited for itself could miss two phases of a barrier.
+// All 32 lanes walk, lane 0 waits and acts: one that waited for itself could miss two phases of a barrier.
 #pragma once
 #include "barrier.cuh"
 #include "blocks.cuh"

@@ -10,8 +10,8 @@
 #define CUFLASH_LATE 1
 #endif
 
-constexpr bool asks_for_work = CUFLASH_PERSISTENT == 2;  // who asks first gets the next; else every gridDim-th
-constexpr bool has_o_buffer = CUFLASH_O_BUFFER;          // O leaves through shared memory; else from registers
+constexpr bool asks_for_work = CUFLASH_PERSISTENT == 2;  // who asks first gets it; else every gridDim-th
+constexpr bool has_o_buffer = CUFLASH_O_BUFFER;          // O leaves through shared memory, not from registers
 constexpr int q_stages = CUFLASH_Q_STAGES;               // tiles of Q at once: the next comes early
 constexpr bool weighs_ahead = CUFLASH_OVERLAP;           // weights are made while the P V before runs
 constexpr bool only_scales = CUFLASH_LATE;               // by a positive number: it waits for the softmax
