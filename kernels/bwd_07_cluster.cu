@@ -128,14 +128,14 @@ struct WeightsGroup {
 
   // Step n, whose P is made, and S and P of the next.
   template <bool is_first> DEVICE void go_on(u32 n) {
-    wait_full(smem.dO_full, n);
+    wait_full(smem.dO_full, n);   // dO has landed
     add_product(dV, P, smem.dO[n % n_dO][0]);
     if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
     read_step(n + 1);
     float S[n_scores];   // new in every step: the compiler need not carry it from one to the next
     product(S, smem.K, K, held_K, smem.Q[(n + 1) % n_Q]);
     wgmma_wait<1>();   // dV has read dO and P
-    if (thread == 0) arrive_at_both(smem.dO_empty, n);
+    if (thread == 0) arrive_at_both(smem.dO_empty, n);   // of four arrivals one
     if constexpr (is_first) {
       wgmma_wait<0>();   // S
     } else {
@@ -154,7 +154,7 @@ struct WeightsGroup {
 
   // Step n, the last, but for its dQ.
   DEVICE void finish(u32 n) {
-    wait_full(smem.dO_full, n);
+    wait_full(smem.dO_full, n);   // dO has landed
     add_product(dV, P, smem.dO[n % n_dO][0]);
     if (!is_exact && n > 1) share.add(dQ, n - 2);
     wgmma_wait<0>();   // dV
@@ -195,7 +195,7 @@ struct GradientsGroup {
     hold(V, held_V, smem.V, thread);
     read_step(0);
     if (step.exists()) {
-      wait_full(smem.dO_full, 0);
+      wait_full(smem.dO_full, 0);   // dO and delta are there
       product(dP, smem.V, V, held_V, smem.dO[0]);
       wgmma_wait<0>();   // dP
       u32 n = 0;
@@ -299,7 +299,7 @@ struct GradientsGroup {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       stmatrix_x4(mine.address(thread / 32 * 16 + lane % 16, 2 * k + lane / 16), dS[k]);
-    fence_async_shared();
+    fence_async_shared();           // wgmma and the copy to the peer read it
     barrier_sync(GRADIENTS, 128);   // the group's dS is stored, also for wgmma and the copy
     if (thread == 0) {
       const u32 peer = 1 - own.rank;
@@ -321,7 +321,7 @@ struct GradientsGroup {
       wgmma_wait<1>();   // dK has read Q and dS
     }
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
-    wait_full(smem.dO_full, n + 1);
+    wait_full(smem.dO_full, n + 1);   // the next dO and delta are there
     float next[n_scores];
     product(next, smem.V, V, held_V, smem.dO[(n + 1) % n_dO]);
     read_step(n + 1);
@@ -371,9 +371,9 @@ CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedAr
     else if (deterministic && thread / 32 == 3) announce_turns(args, smem, own, thread - 96);
   } else {
     registers_grow<240>();
-    wait_full(smem.K_full, 0);
+    wait_full(smem.K_full, 0);   // K has landed
     if constexpr (cleans_keys) {
-      wait_full(smem.V_full, 0);
+      wait_full(smem.V_full, 0);   // K_peer too
       const i32 end = own.tile.seq.len_k;
       const auto rows = [&](i32 j0) { return clamp(end - j0, 0, own_keys); };
       smem.K.clear_rows(rows(own.j0), threadIdx.x - 128, 256);

@@ -101,7 +101,7 @@ DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
   bool is_last = false;
 #pragma unroll 1
   for (u32 n = 0; !is_last; ++n) {
-    wait_full(smem.Q_landed, n);
+    wait_full(smem.Q_landed, n);   // Q has landed, the step is there
     const Step step = smem.steps.as<Step>(n % n_steps, 0);
     const bool ends = step.exists() && step.i0 + tile_q > seq.len_q;
     is_last = step.is_last() || !step.exists();
@@ -110,7 +110,7 @@ DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
     warp_sync();   // the rows are zeros, also to wgmma
     if (lane == 0) mbarrier_arrive(at(smem.Q_full, n));
     if (!step.exists()) return;
-    wait_full(smem.dO_landed, n);
+    wait_full(smem.dO_landed, n);   // dO has landed
     if (ends)
       for (int part = 0; part < dO_parts; ++part)
         smem.dO[n % n_dO][part].clear_rows(seq.len_q - step.i0, lane, 32);
@@ -129,7 +129,7 @@ DEVICE void wait_for_turns(const Args& args, Smem& smem, const Owner& own, int l
 #pragma unroll 1
   for (u32 n = 0; walk.exists(); walk.next(), ++n) {
     if (lane == 0) {
-      wait_empty(smem.announced, n);
+      wait_empty(smem.announced, n);   // the turn two steps before is over
       const i64 place = place_of(args, own.tile.seq, walk.h, walk.i0);
       turns.wait_for(2 * place + own.rank, turn_of(args, own.tile.seq, walk.i0, own.tile.j0));
       mbarrier_arrive(at(smem.may_add, n));
@@ -144,7 +144,7 @@ DEVICE void announce_turns(const Args& args, Smem& smem, const Owner& own, int l
 #pragma unroll 1
   for (u32 n = 0; walk.exists(); walk.next(), ++n) {
     if (lane == 0) {
-      wait_full(smem.added, n);
+      wait_full(smem.added, n);   // all warps of both groups have added
       turns.add_release(2 * place_of(args, own.tile.seq, walk.h, walk.i0) + own.rank, 1);
       mbarrier_arrive(at(smem.announced, n));
     }
