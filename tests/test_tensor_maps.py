@@ -49,6 +49,7 @@ ROW = Row(
 @pytest.fixture
 def sources(tmp_path):
     shutil.copytree(build.kernels_directory() / "lib", tmp_path / "lib")
+    shutil.copy(build.kernels_directory() / "pass_lengths.cu", tmp_path)
     shutil.copy(Path(__file__).parent / "kernels" / "probe_maps.cu", tmp_path)
     with build.sources_from(tmp_path):
         yield
