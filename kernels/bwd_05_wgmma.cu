@@ -102,6 +102,7 @@ KERNEL(n_threads, 1) bwd_05_wgmma(const __grid_constant__ MappedArgs args) {
     mine.soften(stage, at);
     wgmma_wait<0>();   // dP
     mine.differentiate(stage, at);
+    mine.hide(at);
     mine.put_dS(0);
     block_sync();   // both groups' dS is there
     mine.ask_dV(stage);

@@ -147,6 +147,7 @@ struct Consumer : KeyGroup<Smem, held_steps> {
     soften(0, at);
     wgmma_wait<0>();   // dP
     differentiate(0, at);
+    hide(at);
     i32 place = place_of(args, seq, at.h, at.i0), place_before = place;
     int n = 0;
 #pragma unroll 1
@@ -173,6 +174,7 @@ struct Consumer : KeyGroup<Smem, held_steps> {
       if constexpr (fetches_early) differentiate(at, held, 0);
       else differentiate(next, at);
       wgmma_wait<0>();   // dQ
+      hide(at);
       place = place_of(args, seq, at.h, at.i0);
       ++n;
     }
@@ -192,6 +194,7 @@ struct Consumer : KeyGroup<Smem, held_steps> {
       soften(stage, at);
       wgmma_wait<0>();          // dP
       differentiate(stage, at);
+      hide(at);
       announce_dS(stage);
       ask_dV(stage);            // while the other group's dS is on its way
       wait_dS(n);

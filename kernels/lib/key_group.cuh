@@ -23,10 +23,10 @@ constexpr int group_threads = 256, group_warps = group_threads / 32;   // of bot
 constexpr bool halves_rows = tile_q == 128;   // of dQ: a group has 64 queries, or half of the columns
 constexpr int dQ_cols = halves_rows ? head_dim_tile : head_dim_tile / 2;
 constexpr int K_panel = dQ_cols % 64 == 0 ? 64 : dQ_cols % 32 == 0 ? 32 : 16;   // a half is whole panels
-constexpr bool needs_tests = has_foreign_rows || dbias_case == 1;   // where pairs may be hidden, for dS
 constexpr bool rules_differ = !is_plain || has_mask || has_dropout || wants_dbias;   // from head to head
 using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;   // owns keys, walks queries
 constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::tiles_are_whole);
+constexpr bool may_hide = causal || has_window || has_foreign_rows;   // pairs that exist, by position
 // Options are worked out with no product on its way, and apart from the registers of one: what threads do
 // each for itself does not go with wgmma.
 constexpr bool overlaps = !rules_differ && !asks_blocks && !converts_dO;
@@ -211,15 +211,26 @@ template <class Smem, int held_steps> struct KeyGroup {
     differentiate(at, smem.rows, 2 * stage + 1);
   }
   template <class Rows> DEVICE void differentiate(const QueryWalk<Walk>& at, Rows& delta, int row) {
-    float own_x[n_scores];
-    float(&x)[n_scores] = overlaps ? dP : own_x;
-    if constexpr (!overlaps) copy(own_x, dP);
     const i32 i0 = at.i0;
-    if (!needs_tests || is_whole(meeting, i0))
-      make_gradients<false>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums, lane);
-    else
-      make_gradients<true>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums, lane);
-    pack_scores(dS, x);
+    if constexpr (overlaps) {
+      make_gradients<false>(args, rules, dP, S, P, slopes, kept, delta, row, i0, j, queries, sums, lane);
+      pack_scores(dS, dP);
+    } else {
+      float x[n_scores];
+      copy(x, dP);
+      if (is_whole(meeting, i0))
+        make_gradients<false>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums, lane);
+      else
+        make_gradients<true>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums, lane);
+      pack_scores(dS, x);
+    }
+  }
+
+  // After differentiate, best with no product on its way: dS of pairs that are hidden.
+  DEVICE void hide(const QueryWalk<Walk>& at) {
+    // With 128 queries registers allow no branch here.
+    if constexpr (overlaps && may_hide)
+      if (tile_q == 128 || !is_whole(meeting, at.i0)) hide_scores(dS, P);
   }
 
   // dS -> shared memory, where the other group's dQ needs it too: the caller announces it.

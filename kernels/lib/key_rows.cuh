@@ -222,6 +222,24 @@ DEVICE void pack_scores(Words& words, const float (&x)[n_scores]) {
   for (int n = 0; n < n_scores / 2; ++n) words[n / 4][n % 4] = pack<elem>(x[2 * n], x[2 * n + 1]);
 }
 
+// Each half is all ones where its highest bit is set, else 0.
+DEVICE u32 spread_signs(u32 x) {
+#ifdef CUFLASH_EMULATED
+  return (x & 0x8000 ? 0xffffu : 0) | (x & 0x80000000u ? 0xffff0000u : 0);
+#else
+  u32 y;
+  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(y) : "r"(x));
+  return y;
+#endif
+}
+
+// dS <- 0 where P is 0: there dP - delta may be NaN, of a row of V or O that the pair has nothing to do with.
+DEVICE void hide_scores(Words& dS, const Words& P) {
+#pragma unroll
+  for (int n = 0; n < n_scores / 2; ++n)   // P is not negative: a carry reaches the sign where it is not 0
+    dS[n / 4][n % 4] &= spread_signs(P[n / 4][n % 4] + 0x7fff7fffu);
+}
+
 // words <- P as dV needs it: dropped and scaled, in 16 bits.
 DEVICE void pack_weights(const Args& args, Words& words, const float (&P)[n_scores],
                          const KeptWeights& kept) {
