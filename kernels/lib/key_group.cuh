@@ -219,9 +219,11 @@ template <class Smem, int held_steps> struct KeyGroup {
       float x[n_scores];
       copy(x, dP);
       if (is_whole(meeting, i0))
-        make_gradients<false>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums, lane);
+        make_gradients<false>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums,
+                              lane);
       else
-        make_gradients<true>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums, lane);
+        make_gradients<true>(args, rules, x, weights, P, slopes, kept, delta, row, i0, j, queries, sums,
+                             lane);
       pack_scores(dS, x);
     }
   }
