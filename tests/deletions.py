@@ -109,16 +109,31 @@ def without(site: Site | None, folder: Path) -> Iterator[None]:
         launch.forget()
 
 
+LENGTHS = [1, 299, 130]
+
+
+def _nan_behind(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    k, v = arrays["k"].copy(), arrays["v"].copy()
+    for b, length in enumerate(LENGTHS):
+        k[b, length:], v[b, length:] = np.nan, np.nan
+    return arrays | {"k": k, "v": v}
+
+
 def chosen_cases() -> list[Case]:
     chosen = [case for case in cases() if case.quick or case.name in MORE]
     for axes in ((1, 2), (2, 3), (0, 3)):  # broadcast biases under a block mask
         draw = {"bias": _bias(*axes), "block_mask": _block_mask}
         chosen.append(Case(f"block mask and bias of axes {axes}", (2, 70, 93, 4, 2, 64, 64), draw=draw))
-    # more query tiles than a persistent grid has blocks, some of which see no keys
-    chosen.append(Case("many query tiles", (3, 300, 420, 20, 2, 64, 64), {"causal": True}))
-    chosen.append(
-        Case("many without keys", (3, 300, 120, 20, 2, 64, 64), {"causal": True, "query_offset": -150})
-    )
+    # More query tiles than a persistent grid has blocks, some of which see no keys; many kept blocks;
+    # sequences that end inside a tile, with NaN behind.
+    many = (3, 300, 420, 20, 2, 64, 64)
+    chosen += [
+        Case("many query tiles", many, {"causal": True}),
+        Case("many wide query tiles", (2, 300, 200, 4, 2, 192, 192), {"causal": True}),
+        Case("many without keys", (3, 300, 120, 20, 2, 64, 64), {"causal": True, "query_offset": -150}),
+        Case("many kept blocks", (1, 300, 700, 2, 1, 64, 64), draw={"block_mask": _block_mask}),
+        Case("NaN behind", (3, 70, 300, 1, 1, 64, 64), {"key_lengths": LENGTHS}, change=_nan_behind),
+    ]
     return chosen
 
 
