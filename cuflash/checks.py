@@ -328,9 +328,9 @@ def one(row: str, direction: str, expected: Expected, xp: Any) -> Line:
             results, note = backward(row, expected, xp), ""
         verdicts = expected.judge(direction, results)
     except CuflashError as error:
-        # A starred row takes the whole contract: where it covers dtype and sizes a refusal is a failure, unless
-        # TMA cannot address an operand.  So is, of any row, what goes wrong after the plan: a kernel that does
-        # not compile, or reads outside.
+        # A starred row takes the whole contract: where it covers dtype and sizes a refusal is a failure,
+        # unless TMA cannot address an operand.  So is, of any row, what goes wrong after the plan: a kernel
+        # that does not compile, or reads outside.
         may_refuse = not starred or str(error).startswith(f"{row} copies by TMA, and of ")
         is_refusal = may_refuse and refuses(row, direction, expected, xp)
         return Line(**line, status="refused" if is_refusal else "failed", message=sentence(error))

@@ -111,7 +111,8 @@ def test_every_pass_is_launched():
     rows_ = (*rows.FORWARD, *rows.BACKWARD, *passes.ROWS)
     launched = {step.entry for row in rows_ for step in row.steps} | {"pass_lengths"}
     texts = [(build.kernels_directory() / f"{name}.cu").read_text() for name in build.kernel_files()]
-    assert set(re.findall(r"KERNEL\(.*?\) (\w+)\(", "\n".join(texts))) == launched
+    found = re.findall(r"KERNEL\(.*?\) (\w+)\(|CLUSTER_KERNEL\(.*?(\w+)\)\(", "\n".join(texts))
+    assert {"".join(names) for names in found} == launched
 
 
 @pytest.mark.gpu
