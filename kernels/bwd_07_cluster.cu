@@ -373,7 +373,7 @@ CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedAr
     registers_grow<240>();
     wait_full(smem.K_full, 0);   // K has landed
     if constexpr (cleans_keys) {
-      wait_full(smem.V_full, 0);   // K_peer too
+      wait_full(smem.V_full, 0);   // V and the peer's keys have landed: nothing overwrites the zeros
       const i32 end = own.tile.seq.len_k;
       const auto rows = [&](i32 j0) { return clamp(end - j0, 0, own_keys); };
       smem.K.clear_rows(rows(own.j0), threadIdx.x - 128, 256);

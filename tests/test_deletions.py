@@ -21,6 +21,12 @@ REDUNDANT: dict[tuple[str, str], str] = {
     ("bwd_02_tiled.cu", "all sums are read: scratch is free"): (
         "P is written again after the barriers in score_products only"
     ),
+    ("bwd_07_cluster.cu", "// K_peer"): "group 2 has waited before the dS that comes next",
+    ("bwd_07_cluster.cu", "barrier_sync(P_empty(n + 1)"): "it meets arrivals that are left at the end",
+    ("bwd_07_cluster.cu", "if (n_P == 2) barrier_sync"): "it meets arrivals that are left at the end",
+    ("bwd_07_cluster.cu", "the warp has read"): "barrier_arrive has brought the warp together",
+    ("bwd_07_cluster.cu", "the sums are read"): "the next sums come after the barriers of a whole head",
+    ("bwd_07_cluster.cu", "wgmma_wait<0>();   // dK"): "the wait for dQ covers dK",
 }
 
 
