@@ -76,5 +76,6 @@ def test_no_deletion_goes_unnoticed(row, tmp_path):
     records.write(
         "deletions", {"row": row, "sites": lines}, [row], records.folder() / f"deletions-{row}.json"
     )
-    survivors = [f"{s.file}({s.line}) {s.text}" for s, how in found.items() if how is None and not reason(s, row)]
+    unnoticed = [site for site, how in found.items() if how is None and not reason(site, row)]
+    survivors = [f"{site.file}({site.line}) {site.text}" for site in unnoticed]
     assert not survivors, "\n".join(["nobody noticed that these were deleted:", *survivors])
