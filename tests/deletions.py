@@ -29,6 +29,7 @@ DETERMINISTIC = ("ragged grouped heads", "alibi", "block mask", "bias by key", "
 # Besides the quick cases: what only these make a kernel walk.
 MORE = (
     "long",
+    "head_dim 256",
     "head_dim 320 v 257",
     "bias by key",
     "bias by head and query",
