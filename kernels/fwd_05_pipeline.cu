@@ -1,9 +1,9 @@
 // fwd_05_pipeline.cu - attention forward on tensor cores, copies under the arithmetic.   sm_80 and later
 //
 // Read after   fwd_04_swizzle.cu          Read next   fwd_06_wgmma.cu
-// Changes      K and V of tile j + 1 are asked for before tile j is used (or, with one stage, V under Q K^T and
-//              the next K under P V).  Nobody's maximum moves without need (lib/votes.cuh).  Every option of the
-//              contract, and floats as TF32 (lib/tensor_products.cuh)
+// Changes      K and V of tile j + 1 are asked for before tile j is used (or, with one stage, V under Q K^T
+//              and the next K under P V).  Nobody's maximum moves without need (lib/votes.cuh).  Every option
+//              of the contract, and floats as TF32 (lib/tensor_products.cuh)
 //
 // Algorithm    = tiled.forward.   One block: TILE_Q rows of one (batch, head); 16 of them are one mma's.
 //                ask for Q and the first K, V
@@ -26,11 +26,11 @@
 // Shared       permuted: Q [TILE_Q, HEAD_DIM] | K [stages][span, HEAD_DIM] | V [stages][span, HEAD_DIM_V];
 //              behind them the kept blocks, where elements ask for them
 // Registers    per thread, of 16 rows a warp: S TILE_KV / 2 and O HEAD_DIM_V / 2 floats.  No spills without
-//              options in 16 bits and in float32 to head_dim 128; above, up to 120 bytes
+//              options in 16 bits and in float32 to head_dim 128; above, the bytes that the row says
 // Bytes        per block: Q once, K and V of its key range, O once
 // Barriers     2 stages: 1 block_sync a span, "it is there, and everyone has used the one before".
 //              1 stage: 2, "K is there, V may be overwritten" and the other way round
-//
+// Tried        README.md, "What was tried for fwd_05_pipeline"
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
 #include "lib/blocks.cuh"

@@ -2,8 +2,8 @@
 #pragma once
 #include "matrices.cuh"
 
-// A thread's part of the copies of tiles of K or V.  Threads stand side by side on `across` chunks and go down
-// the rows in whole periods of the permutation, as in request_tile.
+// A thread's part of the copies of tiles of K or V.  Threads stand side by side on `across` chunks and go
+// down the rows in whole periods of the permutation, as in request_tile.
 template <class Tile> struct Copier {
   static constexpr int chunks = Tile::cols / per_chunk, across = Tile::period, step = n_threads / across;
   static_assert(step % 8 == 0 && Tile::rows % 8 == 0, "Copier: steps are whole periods of the key");

@@ -5,11 +5,12 @@
 //   precision_code 1   numbers are rounded to TF32 as they arrive: one product
 //   precision_code 2   x = high + low, both TF32: high high + low high + high low leaves 2^-21 of x
 //   precision_code 3   so, and with care for infinities, of which the parts would be infinity and NaN
-// Tensor cores cut their sums after each step and do not round them, so that a long sum drifts towards zero: of
-// three products sums of CHAIN steps are added up by ordinary additions, and the small products apart.
+// Tensor cores cut their sums after each step and do not round them, so that a long sum drifts towards zero:
+// of three products sums of CHAIN steps are added up by ordinary additions, and the small products apart.
 //
-// Which columns of O a lane holds: of floats, the B of P V comes from whole chunks of V, so that piece c of O is
-// every fourth column of 32 (O_col), and k of P V counts keys in the order in which S's registers hold them.
+// Which columns of O a lane holds: of floats, the B of P V comes from whole chunks of V, so that piece c of O
+// is every fourth column of 32 (O_col), and k of P V counts keys in the order in which S's registers hold
+// them.
 #pragma once
 #include "fragments.cuh"
 #include "parts.cuh"

@@ -1,7 +1,7 @@
 // votes.cuh - the softmax of a warp whose maximum moves only when it must, and all rows at once.
 //
-// As in lazy.cuh m stays until a score exceeds it by more than LAZY_LOG2.  Here the warp votes: while nobody's
-// score does, no lane needs the maximum of its row, so there is nothing to exchange and nothing to rescale.
+// As in lazy.cuh m stays until a score exceeds it by more than LAZY_LOG2.  Here the warp votes: while
+// nobody's score does, no lane needs the maximum of its row, so there is nothing to exchange or to rescale.
 #pragma once
 #include "fragments.cuh"
 #include "warp.cuh"
