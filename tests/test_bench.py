@@ -233,6 +233,15 @@ def turns_of(clock, *names, estimate=1e-3):
     return [Turn(name, (lambda i, name=name: name), clock, estimate) for name in names]
 
 
+def test_a_contender_of_seconds_has_one_turn():
+    clock = FakeClock()
+    turns = [
+        Turn(name, lambda i, name=name: name, clock, seconds) for name, seconds in (("a", 1e-3), ("b", 4.6))
+    ]
+    run_rounds(turns, Rounds(rounds=3, pause=0))
+    assert [len(turn.times.seconds) for turn in turns] == [12, 1]
+
+
 def test_every_round_shuffles_every_contender():
     clock, names = FakeClock(), [f"row {n}" for n in range(8)]
     turns = turns_of(clock, *names)

@@ -165,9 +165,13 @@ def caption(cells: Sequence[Cell]) -> str:
     return (
         f"{', '.join(words)}; {dtypes}, {last['distribution']}; {' to '.join(dict.fromkeys(dates))}"
         f"{'; ' + ', '.join(versions) if versions else ''}. "
-        f"Medians of {protocol['rounds']} shuffled rounds of {protocol['launches']} launches after a pause "
+        f"Medians of {_rounds(protocol['rounds'])} of {protocol['launches']} launches after a pause "
         f"of {protocol['pause_ms']:.0f} ms; every result checked in the run that timed it."
     )
+
+
+def _rounds(n: int) -> str:
+    return "1 round, shuffled," if n == 1 else f"{n} shuffled rounds"
 
 
 # ---- tables

@@ -198,10 +198,12 @@ def run_rounds(
 ) -> None:
     """Fill in the times of every turn.  A call that raises ends that contender, and says why.
 
+    A contender that takes more than VERY_LONG has a turn in the first round only.
+
     KeyboardInterrupt passes through; what was measured before it stays in the turns.
     """
     for number in range(protocol.rounds):
-        order = [turn for turn in turns if turn.error is None]
+        order = [turn for turn in turns if turn.error is None and (number == 0 or turn.estimate <= VERY_LONG)]
         random.Random(protocol.seed + number).shuffle(order)
         for turn in order:
             take(turn, protocol)
