@@ -24,6 +24,7 @@ extern "C" __global__ void wait_cycles(long long n) {
   for (long long start = clock64(); clock64() - start < n;) {}
 }
 """
+ONE_TURN = 3.0  # seconds: a call that takes longer is timed in the first round only
 VERY_LONG = 1.0  # seconds: not made a second time before it is timed
 LONG = 0.05  # seconds: a call that takes longer is not launched before it is timed
 
@@ -198,12 +199,12 @@ def run_rounds(
 ) -> None:
     """Fill in the times of every turn.  A call that raises ends that contender, and says why.
 
-    A contender that takes more than VERY_LONG has a turn in the first round only.
+    A contender that takes more than ONE_TURN has a turn in the first round only.
 
     KeyboardInterrupt passes through; what was measured before it stays in the turns.
     """
     for number in range(protocol.rounds):
-        order = [turn for turn in turns if turn.error is None and (number == 0 or turn.estimate <= VERY_LONG)]
+        order = [turn for turn in turns if turn.error is None and (number == 0 or turn.estimate <= ONE_TURN)]
         random.Random(protocol.seed + number).shuffle(order)
         for turn in order:
             take(turn, protocol)
