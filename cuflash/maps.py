@@ -30,14 +30,14 @@ class Maps:
 
     def __init__(self, plan: Plan, record: np.ndarray, buffer: ArgsBuffer) -> None:
         self._words, self._places = buffer.words, []
-        bits = 0
+        bits, boxes = 0, _boxes(plan)
         numbers = {name: number for number, name in enumerate(args.map_offsets())}
-        for name, box in _boxes(plan).items():
+        for name, box in boxes.items():
             layout = _layout(plan, record[name], name, *box)
             if layout is not None:
                 self._places.append(_Place(layout, buffer, name))
                 bits |= 1 << numbers[name]
-        if _boxes(plan):
+        if boxes:
             buffer.words[args.map_offsets()["mapped"] // 8] = bits
 
     def refresh(self) -> None:
@@ -52,7 +52,7 @@ class Maps:
 
 def bytes_of(plan: Plan) -> int:
     """How long the struct of a plan's launches is: of the longest."""
-    return args.mapped_args_bytes() if _boxes(plan) else args.args_bytes()
+    return max((launch.args_bytes for launch in plan.launches), default=args.args_bytes())
 
 
 def _boxes(plan: Plan) -> dict[str, tuple[tuple[int, int], int]]:

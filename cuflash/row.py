@@ -75,7 +75,6 @@ class Tile:
     spills: int = 0
     room: int = 0  # bytes of shared memory a block of the device can have, at least: what it is tuned for
     options: tuple[tuple[str, int], ...] = ()  # parameters this tile sets itself
-    causal: bool | None = None  # only problems that are, or are not
     longest: int | None = None  # len_k it is meant for, at most
     most_queries: int | None = None  # len_q it is meant for, at most; not for packed sequences
     tf32: bool = False  # only where float32 inputs may be rounded to TF32
@@ -94,8 +93,6 @@ class Tile:
         return min(c for c in (*CLASSES, self.chunk_v) if c >= min(size, self.chunk_v))
 
     def takes(self, problem: Problem) -> bool:
-        if self.causal is not None and problem.causal != self.causal:
-            return False
         if self.longest is not None and problem.len_k > self.longest:
             return False
         if self.most_queries is not None and (problem.packed or problem.len_q > self.most_queries):

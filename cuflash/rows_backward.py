@@ -5,7 +5,7 @@ Each row's shared memory, grid, workspace and traffic are small functions that s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cuflash import cost
 from cuflash.problem import Problem
@@ -160,6 +160,47 @@ def option_slots(problem: Problem, p: Params) -> tuple[Slot, Slot]:
     )
 
 
+# ---- blocks that share the query heads of a key head, for every row that keeps a key tile
+
+
+def group_shares(problem: Problem, blocks: int, enough: int) -> int:
+    """Among how many blocks the query heads of a key head are shared: more where blocks are few."""
+    return 1 if problem.deterministic else max(1, min(problem.group, enough // max(blocks, 1)))
+
+
+def key_sum_slots(problem: Problem, shares: int) -> tuple[Slot, ...]:
+    """dK_sum and dV_sum; none where blocks store dk and dv themselves."""
+    if shares <= 1:
+        return ()
+    shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
+    return (
+        Slot("dK_sum", problem.accumulator, (*shape, problem.head_dim), zero=True),
+        Slot("dV_sum", problem.accumulator, (*shape, problem.head_dim_v), zero=True),
+    )
+
+
+def convert_keys(
+    shares: Callable[[Problem, Params], int], fixed: tuple[tuple[str, int], ...] = ()
+) -> tuple[Step, Step]:
+    """The passes from dK_sum to dk and from dV_sum to dv: a warp per row."""
+
+    def grid(problem: Problem, p: Params) -> Grid:
+        rows = problem.len_k * problem.heads_k * (1 if problem.packed else problem.batch)
+        return (ceil_div(rows, p["N_WARPS"]) if shares(problem, p) > 1 else 0), 1, 1
+
+    return (
+        Step("pass_convert__dk", grid, uses=CONVERT_USES, fixed=fixed),
+        Step("pass_convert__dv", grid, uses=CONVERT_USES, fixed=fixed),
+    )
+
+
+def dO_parts(p: Params) -> int:
+    """Numbers of q's 16-bit dtype that make one of dout: = dO_parts of shares.cuh and query_tiles.cuh."""
+    if p["DOUT_DTYPE"] == p["DTYPE"] or p["DTYPE"] == 2:
+        return 1
+    return 3 if p["DALIBI"] and p["DTYPE"] == 1 else 2
+
+
 # ---- bwd_02_tiled
 
 ENOUGH_BLOCKS = 400  # three on every SM of the largest GPU of its time
@@ -174,20 +215,11 @@ def _tiled_blocks(problem: Problem, p: Params) -> int:
 
 
 def _splits(problem: Problem, p: Params) -> int:
-    """Among how many blocks the query heads of a key head are shared: more where blocks are few."""
-    if problem.deterministic:
-        return 1
-    return max(1, min(problem.group, ENOUGH_BLOCKS // max(_tiled_blocks(problem, p), 1)))
+    return group_shares(problem, _tiled_blocks(problem, p), ENOUGH_BLOCKS)
 
 
 def _tiled_grid(problem: Problem, p: Params) -> Grid:
     return _tiled_blocks(problem, p) * _splits(problem, p), 1, 1
-
-
-def _converted_keys(problem: Problem, p: Params) -> Grid:
-    """A warp per row of dK_sum and dV_sum; none where blocks store dk and dv themselves."""
-    rows = problem.len_k * problem.heads_k * (1 if problem.packed else problem.batch)
-    return (ceil_div(rows, p["N_WARPS"]) if _splits(problem, p) > 1 else 0), 1, 1
 
 
 def _tiled_dq_grid(problem: Problem, p: Params) -> Grid:
@@ -292,12 +324,7 @@ def tiled_bytes(problem: Problem, p: Params, splits: int | None = None) -> Traff
 
 def _tiled_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     sums = () if problem.deterministic else (dq_sum_slot(problem),)
-    if _splits(problem, p) > 1:
-        shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
-        sums += (
-            Slot("dK_sum", problem.accumulator, (*shape, problem.head_dim), zero=True),
-            Slot("dV_sum", problem.accumulator, (*shape, problem.head_dim_v), zero=True),
-        )
+    sums += key_sum_slots(problem, _splits(problem, p))
     return (*option_slots(problem, p), delta_slot(problem), *sums)
 
 
@@ -324,8 +351,7 @@ BWD_02 = Row(
         Step("bwd_02_tiled", _tiled_grid, _tiled_smem),
         Step("bwd_02_tiled__dq", _tiled_dq_grid, _tiled_smem, when=lambda problem: problem.deterministic),
         CONVERT_DQ,
-        Step("pass_convert__dk", _converted_keys, uses=CONVERT_USES),
-        Step("pass_convert__dv", _converted_keys, uses=CONVERT_USES),
+        *convert_keys(_splits),
         *OPTIONS_AFTER,
     ),
     "one pass over key tiles: dK and dV stay put",

@@ -17,12 +17,20 @@ from cuflash.row import (
     Slot,
     Step,
     Tile,
-    ceil_div,
     n_slots,
     round_up,
     shared_bytes,
 )
-from cuflash.rows_backward import CONVERT_USES, OPTIONS_AFTER, OPTIONS_BEFORE, delta_slot, option_slots
+from cuflash.rows_backward import (
+    OPTIONS_AFTER,
+    OPTIONS_BEFORE,
+    convert_keys,
+    delta_slot,
+    dO_parts,
+    group_shares,
+    key_sum_slots,
+    option_slots,
+)
 from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
 from cuflash.rows_hopper_backward import (
     CLOSE,
@@ -31,7 +39,6 @@ from cuflash.rows_hopper_backward import (
     OPEN,
     OPTION_DELTA,
     dO_is_mapped,
-    dO_parts,
     query_tile_slots,
     with_four_warps,
 )
@@ -48,20 +55,12 @@ def _clusters(problem: Problem, p: Params) -> int:
 
 def _splits(problem: Problem, p: Params) -> int:
     """Among how many clusters the query heads of a key head are shared, where clusters are few; 0: one."""
-    if problem.deterministic:
-        return 0
-    most = min(problem.group, ENOUGH_CLUSTERS // max(_clusters(problem, p), 1))
-    return most if most > 1 else 0
+    shares = group_shares(problem, _clusters(problem, p), ENOUGH_CLUSTERS)
+    return shares if shares > 1 else 0
 
 
 def _grid(problem: Problem, p: Params) -> Grid:
     return _CLUSTER * _clusters(problem, p) * max(p["SPLIT"], 1), 1, 1
-
-
-def _shared_rows(problem: Problem, p: Params) -> Grid:
-    """A warp per row of dK_sum and dV_sum; none where clusters store dk and dv themselves."""
-    rows = problem.len_k * problem.heads_k * (1 if problem.packed else problem.batch)
-    return (ceil_div(rows, p["N_WARPS"]) if p["SPLIT"] else 0), 1, 1
 
 
 def _own_keys(p: Params) -> int:
@@ -111,14 +110,9 @@ def _by_blocks(p: Params) -> Params:
 
 def _workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
     """Parts of dalibi_slopes come from blocks."""
-    sums: tuple[Slot, ...] = (delta_slot(problem),) if len(problem.gradients) > 3 else ()
-    if p["SPLIT"]:
-        shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
-        sums += (
-            Slot("dK_sum", "float32", (*shape, problem.head_dim), zero=True),
-            Slot("dV_sum", "float32", (*shape, problem.head_dim_v), zero=True),
-        )
-    return (*option_slots(problem, _by_blocks(p)), *query_tile_slots(problem, p), *sums)
+    delta = (delta_slot(problem),) if len(problem.gradients) > 3 else ()
+    sums = key_sum_slots(problem, p["SPLIT"])
+    return (*option_slots(problem, _by_blocks(p)), *query_tile_slots(problem, p), *delta, *sums)
 
 
 def _after() -> tuple[Step, ...]:
@@ -154,8 +148,7 @@ BWD_07 = Row(
             ),
         ),
         CLOSE,
-        Step("pass_convert__dk", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
-        Step("pass_convert__dv", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
+        *convert_keys(_splits, FOUR_WARPS),
         *_after(),
     ),
     "two blocks share Q and dO and exchange dS; warpgroups divide the products",

@@ -17,12 +17,21 @@ from cuflash.row import (
     Slot,
     Step,
     Tile,
-    ceil_div,
     n_slots,
     round_up,
     shared_bytes,
 )
-from cuflash.rows_backward import CONVERT_USES, DELTA, OPTIONS_AFTER, OPTIONS_BEFORE, delta_slot, option_slots
+from cuflash.rows_backward import (
+    DELTA,
+    OPTIONS_AFTER,
+    OPTIONS_BEFORE,
+    convert_keys,
+    delta_slot,
+    dO_parts,
+    group_shares,
+    key_sum_slots,
+    option_slots,
+)
 from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
 
 DTYPES = ("float16", "bfloat16")
@@ -73,13 +82,6 @@ def dO_is_mapped(problem: Problem) -> bool:
     return dout is None or dout.dtype == problem.dtype
 
 
-def dO_parts(p: Params) -> int:
-    """16-bit numbers that make one of dout: = dO_parts of query_tiles.cuh."""
-    if p["DOUT_DTYPE"] == p["DTYPE"]:
-        return 1
-    return 3 if p["DALIBI"] and p["DTYPE"] == 1 else 2
-
-
 def query_tile_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     """Slots 2 to 5: rows, dQ, dO in 16 bits; turns of a deterministic backward."""
     n, tile = places(problem, p), p["TILE_Q"]
@@ -99,39 +101,17 @@ def _key_blocks(problem: Problem, p: Params) -> int:
 
 
 def _splits(problem: Problem, p: Params) -> int:
-    """Among how many blocks the query heads of a key head are shared: more where blocks are few."""
-    if problem.deterministic:
-        return 1
-    return max(1, min(problem.group, ENOUGH_BLOCKS // max(_key_blocks(problem, p), 1)))
+    return group_shares(problem, _key_blocks(problem, p), ENOUGH_BLOCKS)
 
 
 def _key_grid(problem: Problem, p: Params) -> Grid:
     return _key_blocks(problem, p) * _splits(problem, p), 1, 1
 
 
-def _shared_rows(problem: Problem, p: Params) -> Grid:
-    """A warp per row of dK_sum and dV_sum; none where blocks store dk and dv themselves."""
-    rows = problem.len_k * problem.heads_k * (1 if problem.packed else problem.batch)
-    return (ceil_div(rows, p["N_WARPS"]) if _splits(problem, p) > 1 else 0), 1, 1
-
-
-def key_sum_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
-    """dK_sum and dV_sum, where blocks share a key head's query heads."""
-    if _splits(problem, p) == 1:
-        return ()
-    shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
-    return (
-        Slot("dK_sum", "float32", (*shape, problem.head_dim), zero=True),
-        Slot("dV_sum", "float32", (*shape, problem.head_dim_v), zero=True),
-    )
-
-
-def workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
-    """Of the rows of this file."""
+def _workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
     delta = (delta_slot(problem),) if len(problem.gradients) > 3 else ()
-    return (
-        *option_slots(problem, p), *query_tile_slots(problem, p), *delta, *key_sum_slots(problem, p),
-    )  # fmt: skip
+    sums = key_sum_slots(problem, _splits(problem, p))
+    return (*option_slots(problem, p), *query_tile_slots(problem, p), *delta, *sums)
 
 
 def panel(size: int) -> int:
@@ -194,8 +174,7 @@ def _steps(*own: Step) -> tuple[Step, ...]:
         *with_four_warps(OPTIONS_BEFORE),
         *own,
         CLOSE,
-        Step("pass_convert__dk", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
-        Step("pass_convert__dv", _shared_rows, uses=CONVERT_USES, fixed=FOUR_WARPS),
+        *convert_keys(_splits, FOUR_WARPS),
         *with_four_warps(OPTIONS_AFTER),
     )
 
@@ -214,7 +193,7 @@ BWD_05 = Row(
     exact_arch=True,
     features=CORE,
     limits=LIMITS,
-    workspace=workspace,
+    workspace=_workspace,
     flops_per_clock=4096,
 )
 
@@ -232,6 +211,6 @@ BWD_06 = Row(
     dtypes=DTYPES,
     exact_arch=True,
     limits=LIMITS,
-    workspace=workspace,
+    workspace=_workspace,
     flops_per_clock=4096,
 )

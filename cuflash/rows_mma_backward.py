@@ -23,12 +23,15 @@ from cuflash.row import (
 )
 from cuflash.rows_backward import (
     CONVERT_DQ,
-    CONVERT_USES,
     DELTA,
     OPTIONS_AFTER,
     OPTIONS_BEFORE,
+    convert_keys,
     delta_slot,
+    dO_parts,
     dq_sum_slot,
+    group_shares,
+    key_sum_slots,
     option_slots,
     row_shape,
     tile_pairs,
@@ -40,20 +43,13 @@ from cuflash.rows_mma import DTYPES, LIMITS
 KB = 1024
 
 
-def _dout_parts(p: Params) -> int:
-    """dO_parts of mma_gradient.cuh: tiles that hold dout."""
-    if p["DOUT_DTYPE"] == p["DTYPE"] or p["DTYPE"] == 2:
-        return 1
-    return 3 if p["DALIBI"] and p["DTYPE"] == 1 else 2
-
-
 def _tiles_bytes(p: Params, stages: int, score_tiles: int) -> int:
     size, tile_q, tile_kv = 4 if p["DTYPE"] == 2 else 2, p["TILE_Q"], p["TILE_KV"]
     return shared_bytes(
         (size, tile_kv, p["HEAD_DIM"]),
         (size, tile_kv, p["HEAD_DIM_V"]),
         (size, stages * tile_q, p["HEAD_DIM"]),
-        (size, stages * _dout_parts(p) * tile_q, p["HEAD_DIM_V"]),
+        (size, stages * dO_parts(p) * tile_q, p["HEAD_DIM_V"]),
         (size, score_tiles * tile_kv, tile_q),
         *2 * [(4, stages, tile_q)],
     )
@@ -162,20 +158,11 @@ def _blocks(problem: Problem, p: Params) -> int:
 
 
 def _shares(problem: Problem, p: Params) -> int:
-    """Among how many blocks the query heads of a key head are shared: more where blocks are few."""
-    if problem.deterministic:
-        return 1
-    return max(1, min(problem.group, ENOUGH_BLOCKS // max(_blocks(problem, p), 1)))
+    return group_shares(problem, _blocks(problem, p), ENOUGH_BLOCKS)
 
 
 def _grid(problem: Problem, p: Params) -> Grid:
     return _blocks(problem, p) * _shares(problem, p), 1, 1
-
-
-def _converted_keys(problem: Problem, p: Params) -> Grid:
-    """A warp per row of dK_sum and dV_sum; none where blocks store dk and dv themselves."""
-    rows = problem.len_k * problem.heads_k * (1 if problem.packed else problem.batch)
-    return (ceil_div(rows, p["N_WARPS"]) if _shares(problem, p) > 1 else 0), 1, 1
 
 
 def _in_three_products(problem: Problem) -> bool:
@@ -196,20 +183,13 @@ def _all_rows(problem: Problem, p: Params) -> Grid:
 def _slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     tiles = n_slots(problem, problem.len_q, p["TILE_Q"]) * problem.heads
     counts = 1 + tiles if problem.deterministic else 1 if _in_three_products(problem) else 0
-    slots = (
+    return (
         *option_slots(problem, p),
         Slot("counts", "int32", (counts,), zero=True),
         Slot("dQ_tiles", problem.accumulator, (tiles, p["TILE_Q"] * p["HEAD_DIM"]), zero=True),
         delta_slot(problem),
         _lse_log2_slot(problem),
-    )
-    if _shares(problem, p) == 1:
-        return slots
-    shape = (1 if problem.packed else problem.batch), problem.len_k, problem.heads_k
-    return (
-        *slots,
-        Slot("dK_sum", problem.accumulator, (*shape, problem.head_dim), zero=True),
-        Slot("dV_sum", problem.accumulator, (*shape, problem.head_dim_v), zero=True),
+        *key_sum_slots(problem, _shares(problem, p)),
     )
 
 
@@ -269,8 +249,7 @@ BWD_04 = Row(
             fixed=(("PRECISION", 3),),
         ),
         Step("pass_dq_tiles", query_tiles, uses=DQ_TILES_USES),
-        Step("pass_convert__dk", _converted_keys, uses=CONVERT_USES),
-        Step("pass_convert__dv", _converted_keys, uses=CONVERT_USES),
+        *convert_keys(_shares),
         *OPTIONS_AFTER,
     ),
     "Q and dO double-buffered",

@@ -1,6 +1,6 @@
 // bwd_02_tiled.cu - attention backward in plain arithmetic, tiled; takes every problem.   any GPU
 //
-// Read after   bwd_01_naive.cu            Read next   nothing yet: the last backward rung
+// Read after   bwd_01_naive.cu            Read next   bwd_03_mma.cu
 // Changes      a tile of keys meets a tile of queries in shared memory; five products instead of seven: one
 //              pass makes dK, dV and dQ, whose parts are added up in memory
 //
