@@ -293,6 +293,10 @@ class Prepared:
     def _words_of_slots(self) -> list[tuple[int, int]]:
         """(word of Args, offset in the workspace) of the row's slots."""
         base, found = args.offset_of("workspace") // 8, []
+        most = args.args_dtype()["workspace"].shape[0]
+        if self.plan.n_row_slots > most:  # a slot too many would lie on the next field
+            got = f"{self.plan.kernel} has {self.plan.n_row_slots} slots in its workspace"
+            raise CuflashError(f"{got}\n  Args has room for {most}.")
         for index, slot in enumerate(self.plan.slots[: self.plan.n_row_slots]):
             if slot.n_bytes:
                 found.append((base + index, self.plan.offsets[index]))

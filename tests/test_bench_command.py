@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from bench_help import SMALL, bench, fake_record
@@ -249,8 +250,14 @@ def test_speed_is_two_numbers_and_a_name():
     assert "`cuflash bench forward backward --peers`" in markdown.render("speed", [])
 
 
-def test_the_ladder_has_a_line_per_rung(monkeypatch):
-    monkeypatch.setattr(markdown, "ladder_notes", lambda: {})  # they lie in a checkout
+@pytest.fixture
+def checkout(monkeypatch):
+    """READMEs, records and notes beside these tests, where the package itself is installed elsewhere too."""
+    measured = Path(__file__).resolve().parents[1] / "kernels" / "measured"
+    monkeypatch.setattr(records, "folder", lambda: measured)
+
+
+def test_the_ladder_has_a_line_per_rung(checkout):
     record = fake_record(suite="ladder")
     record["results"][0]["lines"][0]["asked"] = "fwd_02_tiled"
     text = markdown.render("ladder", [record])
@@ -272,9 +279,8 @@ def test_the_ladder_says_what_was_predicted_and_what_limits(monkeypatch):
     assert "| 600 | by hand |" in next(x for x in other.splitlines() if x.startswith("| `fwd_02_tiled`"))
 
 
-def test_notes_of_the_ladder_name_rungs():
-    if records.folder().name != "measured":
-        pytest.skip("an installed package has no READMEs")
+def test_notes_of_the_ladder_name_rungs(checkout):
+    assert markdown.ladder_notes()
     known = {row.name for row in (*rows_.FORWARD, *rows_.BACKWARD)}
     for name, note in markdown.ladder_notes().items():
         assert name in known and set(note) <= {"predicted", "limiter"}, name
@@ -299,9 +305,7 @@ def test_profiles_are_shown_with_their_limiter():
     assert "| `fwd_02_tiled` | d 64 |  |  | 72 % |" in text and "| 25 % | 2.50 | FMA (72 %) |" in text
 
 
-def test_the_readmes_are_what_the_command_would_write():
-    if records.folder().name != "measured":
-        pytest.skip("an installed package has no READMEs")
+def test_the_readmes_are_what_the_command_would_write(checkout):
     for path, text in markdown.texts().items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run `cuflash bench --tables`"
 

@@ -14,12 +14,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from cuflash import BlockMask, CuflashError, args, attention, backends, build, launch, plan, reference
+from cuflash import BlockMask, CuflashError, args, attention, backends, build, launch, plan, reference, rows
 from cuflash import arrays as arrays_
 from cuflash.attention import attention_backward, explain
 from cuflash.check import check
 from cuflash.devices import EMULATED, Device, gpu_count
 from cuflash.problem import Operands
+from cuflash.row import Slot
 
 
 class Recorder(backends.Emulated):
@@ -691,3 +692,17 @@ def test_operands_name_every_array_once():
     for direction, order in launch.ORDER.items():
         assert set(order) <= fields | gradients and len(set(order)) == len(order), direction
     assert set(launch.ORDER["backward"]) == (fields | gradients) - NOT_ARRAYS
+
+
+def test_a_slot_too_many_is_refused(monkeypatch):
+    """It would lie on the field of Args behind the workspace."""
+    slots = tuple(Slot(f"slot {n}", "float32", (4,)) for n in range(9))
+    row = replace(rows.FWD_02, workspace=lambda problem, params: slots)
+    monkeypatch.setattr(rows, "FORWARD", (row,))
+    launch.forget()
+    q = np.ones((1, 4, 1, 8), np.float32)
+    with pytest.raises(
+        CuflashError, match="fwd_02_tiled has 9 slots in its workspace\n  Args has room for 8"
+    ):
+        attention(q, q, q, kernel="fwd_02_tiled")
+    launch.forget()
