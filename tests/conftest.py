@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cuflash import devices
+from cuflash import copies, devices, launch
 
 NO_GPU = "needs a CUDA device"
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -51,6 +52,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long_runs:
         config.hook.pytest_deselected(items=long_runs)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture
+def copies_however_dear(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What TMA cannot address is copied, where the plan of so short a call would refuse."""
+    monkeypatch.setattr(copies, "COPY_SHARE", 1e9)
+    launch.forget()
+    yield
+    launch.forget()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

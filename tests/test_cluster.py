@@ -7,7 +7,7 @@ from problems import Build, covering_builds, list_of_calls
 from test_backward_kernels import draw, run, same_bits
 
 import cuflash
-from cuflash import CuflashError, build, checks, copies, emulator
+from cuflash import CuflashError, build, checks, emulator
 from cuflash.cases import cases
 
 ROW = "bwd_07_cluster"
@@ -18,14 +18,8 @@ COVERED = [
 ]
 
 
-@pytest.fixture
-def copies_whatever_they_cost(monkeypatch):
-    """Strides and head_dims that TMA cannot address are no reason to refuse."""
-    monkeypatch.setattr(copies, "COPY_SHARE", 1e9)
-
-
 @pytest.mark.parametrize("name", QUICK)
-def test_quick_cases(name, copies_whatever_they_cost):
+def test_quick_cases(name, copies_however_dear):
     line = checks.one(ROW, "backward", checks.Expected(QUICK[name], "bfloat16"), np)
     assert line.status == "passed", line.message
 
@@ -33,7 +27,7 @@ def test_quick_cases(name, copies_whatever_they_cost):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
-def test_all_cases(name, dtype, copies_whatever_they_cost):
+def test_all_cases(name, dtype, copies_however_dear):
     expected = checks.Expected(ALL[name], dtype)
     for seed in range(4):
         with emulator.options(seed=seed):
@@ -42,14 +36,14 @@ def test_all_cases(name, dtype, copies_whatever_they_cost):
 
 
 @pytest.mark.parametrize("one", COVERED[::5], ids=lambda one: f"build{COVERED.index(one)}")
-def test_the_contract(one, copies_whatever_they_cost):
+def test_the_contract(one, copies_however_dear):
     for call in list_of_calls(3, seed=COVERED.index(one), build=one, max_length=200, max_scores=2**15):
         run(call, ROW)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("one", COVERED, ids=lambda one: f"build{COVERED.index(one)}")
-def test_the_whole_contract(one, copies_whatever_they_cost):
+def test_the_whole_contract(one, copies_however_dear):
     for number, call in enumerate(
         list_of_calls(12, seed=COVERED.index(one), build=one, max_length=300, max_scores=2**16)
     ):
@@ -136,7 +130,7 @@ def test_ten_thousand_launches_give_the_same_bits():
 
 
 @pytest.mark.gpu
-def test_the_contract_on_a_gpu(copies_whatever_they_cost):
+def test_the_contract_on_a_gpu(copies_however_dear):
     import cupy
 
     for number, one in enumerate(COVERED):

@@ -25,13 +25,7 @@ PLAIN = [
 TUNED = (64, 128, 256)  # head_dims whose plain builds must not spill
 
 
-@pytest.fixture(autouse=True)
-def copies_however_dear(monkeypatch):
-    """Builds are drawn with strides that TMA cannot address: here a row makes copies instead of refusing."""
-    monkeypatch.setattr("cuflash.copies.COPY_SHARE", 1e9)
-    plan.make.cache_clear()
-    yield
-    plan.make.cache_clear()
+pytestmark = pytest.mark.usefixtures("copies_however_dear")  # builds are drawn with odd strides too
 
 
 def problem_of(one: Build, direction: str):

@@ -6,7 +6,7 @@ from problems import Build, Call, covering_builds, list_of_calls
 from test_backward_kernels import draw, run, same_bits
 
 import cuflash
-from cuflash import build, checks, emulator, launch
+from cuflash import build, checks, emulator
 from cuflash.cases import cases
 
 ROWS = ("bwd_05_wgmma", "bwd_06_specialize")
@@ -14,13 +14,7 @@ QUICK = {case.name: case for case in cases(quick=True)}
 ALL = {case.name: case for case in cases()}
 
 
-@pytest.fixture(autouse=True)
-def copies_however_dear(monkeypatch):
-    """What TMA cannot address is copied here, where a short call would be refused."""
-    monkeypatch.setattr("cuflash.copies.COPY_SHARE", 1e9)
-    launch.forget()
-    yield
-    launch.forget()
+pytestmark = pytest.mark.usefixtures("copies_however_dear")
 
 
 @pytest.mark.parametrize("row", ROWS)
