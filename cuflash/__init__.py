@@ -2,8 +2,8 @@
 
     out = cuflash.attention(q, k, v, causal=True)          # (batch, len, heads, head_dim), NumPy or CuPy
 
-Start at cuflash.attention.  A call goes through check.py, plan.py, build.py and launch.py; with NumPy arrays
-through check.py and tiled.py.
+Start at cuflash.attention.  A call goes through check.py, plan.py, build.py, launch.py and prepared.py;
+with NumPy arrays through check.py and tiled.py.
 """
 
 from __future__ import annotations

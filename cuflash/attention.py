@@ -132,8 +132,8 @@ def attention(
         )  # fmt: skip
         call = launch.cached(key, given)
         if call is not None:
-            found = call(given, seed)
-            return results.returned(out, return_lse, found["out"], found["lse"])
+            found = call(given, seed, lse=return_lse)
+            return results.returned(out, return_lse, found["out"], found.get("lse"))
     options = dict(
         causal=causal, window=window, query_offset=query_offset, scale=scale, softcap=softcap,
         alibi_slopes=alibi_slopes, bias=bias, mask=mask, query_lengths=query_lengths, key_lengths=key_lengths,

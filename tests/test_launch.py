@@ -683,6 +683,27 @@ def test_gradients_on_a_gpu_repeat_a_prepared_call(cupy):
             np.testing.assert_allclose(getattr(found, name).get(), getattr(want, name), rtol=0, atol=1e-4)
 
 
+@pytest.mark.gpu
+def test_an_lse_that_nobody_reads_is_not_allocated(cupy):
+    """Many calls at once write it to one place; their out is the same bits as of a call that returns lse."""
+    q, k, v = on_gpu(cupy, shape=(2, 200, 4, 64))
+    want, lse = attention(q, k, v, causal=True, return_lse=True)
+    attention(q, k, v, causal=True)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(8)]
+    pool, found = cupy.get_default_memory_pool(), []
+    before = pool.used_bytes()
+    for stream in streams:
+        with stream:
+            found.append(attention(q, k, v, causal=True))
+    used = pool.used_bytes() - before
+    for stream in streams:
+        stream.synchronize()
+    assert all(cupy.array_equal(one, want) for one in found)
+    assert used <= sum(-(-one.nbytes // 512) * 512 for one in found), "out alone"
+    again = attention(q, k, v, causal=True, out=(None, lse))
+    assert cupy.array_equal(again, want)
+
+
 NOT_ARRAYS = {"block_mask", "counter_shift", "grads", "progress"}
 
 
