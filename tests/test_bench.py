@@ -17,7 +17,7 @@ from cuflash.bench import (
     meters,
     peers,
     report,
-    shapes,
+    suites,
 )
 from cuflash.bench.ahead import specs_of
 from cuflash.bench.contenders import check_names
@@ -32,7 +32,7 @@ from cuflash.reference_scores import is_visible, sequences
 
 
 def test_the_envelope_has_forty_cells_of_one_size():
-    suite = shapes.suite("forward", Sizes(), "gpu", "bfloat16", "envelope")
+    suite = suites.suite("forward", Sizes(), "gpu", "bfloat16", "envelope")
     assert len(suite.shapes) == 40 == len(set(suite.shapes))
     for shape in suite.shapes:
         assert shape.batch * shape.len_q == 16384 and shape.is_plain and shape.dtype == "bfloat16"
@@ -43,32 +43,32 @@ def test_flags_replace_what_the_suite_would_take():
     sizes = Sizes(
         head_dims=(32,), lengths=(100,), batch=3, heads=4, heads_k=2, causal=(True,), dtypes=("float16",)
     )
-    suite = shapes.suite("backward", sizes, "gpu", "bfloat16")
+    suite = suites.suite("backward", sizes, "gpu", "bfloat16")
     assert suite.own
     (shape,) = suite.shapes
     assert shape == Shape("backward", 3, 100, 100, 4, 2, 32, 32, "float16", (("causal", True),))
     assert not shape.is_plain and Shape.from_json(json.loads(json.dumps(shape.as_json()))) == shape
 
 
-@pytest.mark.parametrize("name", shapes.SUITES)
+@pytest.mark.parametrize("name", suites.SUITES)
 @pytest.mark.parametrize("place", ["gpu", "cpu"])
 def test_every_suite_has_shapes(name, place):
     if (name, place) == ("ladder", "cpu"):
         with pytest.raises(CuflashError, match="no CUDA GPU"):
-            shapes.suite(name, Sizes(), place, "float32")
+            suites.suite(name, Sizes(), place, "float32")
         return
-    suite = shapes.suite(name, Sizes(), place, "float32")
+    suite = suites.suite(name, Sizes(), place, "float32")
     assert suite.shapes and suite.metric in report.UNITS and not suite.own
-    tiny = shapes.suite(name, Sizes(), place, "float32", tiny=True)
+    tiny = suites.suite(name, Sizes(), place, "float32", tiny=True)
     assert all(max(shape.sizes) <= 90 for shape in tiny.shapes)
     assert len(set(tiny.shapes)) == len(tiny.shapes)
 
 
 def test_one_option_at_a_time():
-    suite = shapes.suite("options", Sizes(), "gpu", "bfloat16")
+    suite = suites.suite("options", Sizes(), "gpu", "bfloat16")
     for direction, n_more in (("forward", 0), ("backward", 1)):
         mine = [shape for shape in suite.shapes if shape.direction == direction]
-        assert len(mine) == len(shapes.ONE_OPTION) - 1 + n_more
+        assert len(mine) == len(suites.ONE_OPTION) - 1 + n_more
         for shape in mine[1:]:
             assert (shape.heads != shape.heads_k) + len(shape.settings) + len(shape.drawn) == 1
 
@@ -94,12 +94,12 @@ def test_a_bias_that_all_heads_share():
 @pytest.mark.parametrize("sizes", [Sizes(lengths=(0,)), Sizes(heads=3, heads_k=2)])
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(CuflashError, match="bench: "):
-        shapes.suite("forward", sizes, "gpu", "float16")
+        suites.suite("forward", sizes, "gpu", "float16")
 
 
 def test_unknown_names_are_refused():
     with pytest.raises(CuflashError, match="unknown suite 'speed'"):
-        shapes.suite("speed", Sizes(), "cpu", "float32")
+        suites.suite("speed", Sizes(), "cpu", "float32")
     with pytest.raises(CuflashError, match="unknown peer xformers"):
         peers.named(("xformers",), "gpu")
     with pytest.raises(CuflashError, match="unknown kernel fwd_99"):
@@ -233,13 +233,14 @@ def turns_of(clock, *names, estimate=1e-3):
     return [Turn(name, (lambda i, name=name: name), clock, estimate) for name in names]
 
 
-def test_a_contender_of_seconds_has_one_turn():
+def test_the_first_call_of_a_contender_of_seconds_is_its_time():
     clock = FakeClock()
     turns = [
         Turn(name, lambda i, name=name: name, clock, seconds) for name, seconds in (("a", 1e-3), ("b", 4.6))
     ]
     run_rounds(turns, Rounds(rounds=3, pause=0))
-    assert [len(turn.times.seconds) for turn in turns] == [12, 1]
+    assert len(turns[0].times.seconds) == 12 and turns[1].times.seconds == [4.6]
+    assert {name for name, _, _ in clock.log} == {"a"}
 
 
 def test_every_round_shuffles_every_contender():

@@ -1,4 +1,4 @@
-"""`cuflash bench`: the command, its records, regressions, tables, plots and profiles."""
+"""`cuflash bench`: the command, its records, regressions, plots and profiles."""
 
 from __future__ import annotations
 
@@ -8,26 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from bench_help import SMALL, bench, fake_record
 
 from cuflash import devices, nvml, records
-from cuflash import rows as rows_
 from cuflash.bench import (
     against,
-    markdown,
     plots,
     profile,
     report,
     roofs,
-    shapes,
+    suites,
 )
 from cuflash.errors import CuflashError
-
-TEXT = "before\n<!-- forward -->\nold\n<!-- /forward -->\nafter\n"
-
 
 # ---- the command
 
@@ -100,7 +94,7 @@ def test_bad_input_is_refused_in_words(capsys, arguments, says):
 def test_help_names_every_suite(capsys):
     code, out, _ = bench(capsys, "--help")
     assert code == 0
-    for name in shapes.SUITES:
+    for name in suites.SUITES:
         assert f"\n  {name} " in out
 
 
@@ -196,131 +190,6 @@ def test_against_a_record_from_the_command_line(capsys, tmp_path):
     path.write_text(json.dumps(record))
     code, out, _ = bench(capsys, *common, "--no-record", "--against", str(path))
     assert code == 0 and ", 0 slower, " in out
-
-
-# ---- tables of the READMEs
-
-
-def test_tables_stand_between_their_markers():
-    text = markdown.filled(TEXT, [fake_record()])
-    assert text.startswith("before\n<!-- forward -->\nNVIDIA H200, driver 580.1") and text.endswith("after\n")
-    assert "old" not in text and "(stale)" not in text
-    row = next(line for line in text.splitlines() if line.startswith("| d 16"))
-    assert "**600**" in row and " 500 " in row and "62 %" in row and "`fwd_02_tiled`" in row
-    assert markdown.filled(text, [fake_record()]) == text
-    for word in ("bfloat16", "N(0,1)", "2026-01-01", "SM clock 1,750", "torch 2.11"):
-        assert word in text
-
-
-def test_a_changed_kernel_is_marked_stale():
-    record = fake_record()
-    record["sources"]["fwd_02_tiled"] = "0" * 64
-    text = markdown.filled(TEXT, [record])
-    assert "500 (stale)" in text and "600 (stale)" not in text
-
-
-def test_without_a_record_the_command_is_named():
-    assert "`cuflash bench forward --peers`" in markdown.filled(TEXT, [])
-
-
-def test_the_newest_run_of_a_shape_is_shown_whole():
-    old, new = fake_record(1e-3), fake_record(2e-3, date="2026-02-01T00:00:00")
-    text = markdown.filled(TEXT, [old, new])
-    assert " 250 " in text and " 500 " not in text and "2026-02-01" in text and "2026-01-01" not in text
-    own = fake_record(4e-3, date="2026-03-01T00:00:00", own=True)
-    assert markdown.filled(TEXT, [old, new, own]) == text
-    other = fake_record(4e-3, card="Tesla T4", date="2025-01-01T00:00:00")
-    assert markdown.filled(TEXT, [other, old, new]) == text
-
-
-def test_wrong_results_are_shown_as_such():
-    record = fake_record()
-    record["results"][0]["lines"][0].update(status="wrong", says="out: error")
-    assert "| wrong |" in markdown.filled(TEXT, [record])
-
-
-def test_speed_is_two_numbers_and_a_name():
-    forward = fake_record(1e-3)
-    backward = fake_record(0.5e-3, suite="backward")
-    backward["results"][0]["shape"]["direction"] = "backward"
-    backward["sources"]["fwd_02_tiled"] = "0" * 64
-    text = markdown.render("speed", [forward, backward])
-    assert "| head_dim | length | forward | backward |" in text
-    assert "| 16 | 40 | 500 / **600** sdpa_cudnn | **1,000** (stale) / 600 sdpa_cudnn |" in text
-    assert "`cuflash bench forward backward --peers`" in markdown.render("speed", [])
-
-
-@pytest.fixture
-def checkout(monkeypatch):
-    """READMEs, records and notes beside these tests, where the package itself is installed elsewhere too."""
-    measured = Path(__file__).resolve().parents[1] / "kernels" / "measured"
-    monkeypatch.setattr(records, "folder", lambda: measured)
-
-
-def test_the_ladder_has_a_line_per_rung(checkout):
-    record = fake_record(suite="ladder")
-    record["results"][0]["lines"][0]["asked"] = "fwd_02_tiled"
-    text = markdown.render("ladder", [record])
-    assert "| `fwd_02_tiled` | 500 (62 %) |" in text and "| `std_00_unfused` |  |" in text
-
-
-def test_the_ladder_says_what_was_predicted_and_what_limits(monkeypatch):
-    record = fake_record(suite="ladder")
-    record["results"][0]["lines"][0]["asked"] = "fwd_02_tiled"
-    notes = {name: {"predicted": "600", "limiter": "by hand"} for name in ("fwd_02_tiled", "fwd_01_naive")}
-    monkeypatch.setattr(markdown, "ladder_notes", lambda: notes)
-    one = {"kernel": "fwd_02_tiled", "limiter": "FMA (72 %)"}
-    profile = {"kind": "profile", "label": "d 64", "kernels": [one]}
-    rows = markdown.render("ladder", [fake_record(**profile), record]).splitlines()
-    tiled = next(row for row in rows if row.startswith("| `fwd_02_tiled`"))
-    assert "| 600 | FMA (72 %) |" in tiled
-    assert "| 600 | by hand |" in next(row for row in rows if row.startswith("| `fwd_01_naive`"))
-    other = markdown.render("ladder", [fake_record(card="Tesla T4", **profile), record])
-    assert "| 600 | by hand |" in next(x for x in other.splitlines() if x.startswith("| `fwd_02_tiled`"))
-
-
-def test_notes_of_the_ladder_name_rungs(checkout):
-    assert markdown.ladder_notes()
-    known = {row.name for row in (*rows_.FORWARD, *rows_.BACKWARD)}
-    for name, note in markdown.ladder_notes().items():
-        assert name in known and set(note) <= {"predicted", "limiter"}, name
-
-
-def test_a_part_of_the_envelope_is_shown():
-    record = fake_record(own=True)
-    (shape,) = [
-        one for one in shapes.suite("forward", shapes.Sizes(), "gpu", "bfloat16", "envelope").shapes
-        if (one.head_dim, one.len_q, one.causal) == (192, 16384, True)
-    ]  # fmt: skip
-    record["results"][0] |= {"shape": shape.as_json(), "label": shape.label()}
-    assert "| d 192, length 16,384, batch 1, heads 10, causal |" in markdown.filled(TEXT, [record])
-
-
-def test_profiles_are_shown_with_their_limiter():
-    record = fake_record(kind="profile", label="d 64", kernels=[{
-        "kernel": "fwd_02_tiled", "utilisation": {"FMA": 72.4, "shared": 50.0}, "occupancy": 25.0,
-        "dram_bytes": 2.5e9, "limiter": "FMA (72 %)",
-    }])  # fmt: skip
-    text = markdown.render("profile", [record])
-    assert "| `fwd_02_tiled` | d 64 |  |  | 72 % |" in text and "| 25 % | 2.50 | FMA (72 %) |" in text
-
-
-def test_the_readmes_are_what_the_command_would_write(checkout):
-    for path, text in markdown.texts().items():
-        assert path.read_text(encoding="utf-8") == text, f"{path}: run `cuflash bench --tables`"
-
-
-def test_tables_are_written_by_the_command(capsys, tmp_path, monkeypatch):
-    (tmp_path / "kernels" / "measured").mkdir(parents=True)
-    for name in markdown.FILES:
-        (tmp_path / name).write_text(TEXT)
-    (tmp_path / "kernels" / "measured" / "bench.json").write_text(json.dumps(fake_record()))
-    (tmp_path / "kernels" / "measured" / "broken.json").write_text("{")
-    monkeypatch.setattr(records, "folder", lambda: tmp_path / "kernels" / "measured")
-    code, out, _ = bench(capsys, "--tables")
-    assert code == 0 and "**600**" in (tmp_path / "README.md").read_text()
-    assert str(tmp_path / "kernels" / "README.md") in out
-    assert bench(capsys, "--tables")[1] == "every table is as it should be\n"
 
 
 # ---- plots, profiles, roofs

@@ -2,7 +2,7 @@
 
 | file | what |
 |---|---|
-| shapes.py | what is measured: shapes and suites |
+| shapes.py, suites.py | what is measured: shapes, and lists of them by name |
 | inputs.py | their arrays, and FLOPs counted from the mask |
 | contenders.py | cuflash's kernels, the NumPy path, the matmul |
 | peer.py, peers*.py | other libraries |

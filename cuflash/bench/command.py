@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cuflash import devices, records
-from cuflash.bench import against, inputs, markdown, peers, plots, profile, report, shapes
+from cuflash.bench import against, inputs, markdown, peers, plots, profile, report, shapes, suites
 from cuflash.bench.contenders import check_names
 from cuflash.bench.run import Task, run
 from cuflash.bench.shapes import Shape, Sizes, Suite
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         prog="cuflash bench",
         description="Measure kernels side by side; every result is checked in the run that times it.",
         epilog="suites:\n"
-        + "\n".join(f"  {name:<10}{text}" for name, text in shapes.SUITES.items())
+        + "\n".join(f"  {name:<14}{text}" for name, text in suites.SUITES.items())
         + f"\n\n{EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -172,19 +172,13 @@ def suites_of(options: argparse.Namespace, place: str) -> list[Suite]:
     found = []
     for name in names:
         where = "cpu" if name == "cpu" else place
-        made = shapes.suite(name, sizes_of(options), where, default_dtype(where), options.grid, options.tiny)
+        made = suites.suite(name, sizes_of(options), where, default_dtype(where), options.grid, options.tiny)
         if options.graph:
             made = replace(made, graph=options.graph)
         if options.deterministic:
-            made = replace(made, own=True, shapes=tuple(map(_deterministic, made.shapes)))
+            made = replace(made, own=True, shapes=tuple(dict.fromkeys(map(suites.repeatable, made.shapes))))
         found.append(replace(made, own=made.own or options.tiny or bool(options.kernels)))
     return found
-
-
-def _deterministic(shape: Shape) -> Shape:
-    if shape.direction == "forward":
-        return shape
-    return replace(shape, settings=(*shape.settings, ("deterministic", True)))
 
 
 def measured(options: argparse.Namespace, place: str, out: Console) -> int:

@@ -19,16 +19,26 @@ from typing import Any
 
 from cuflash import features, records, rows
 from cuflash.bench.against import card
+from cuflash.bench.cells import (
+    STALE,
+    Record,
+    Stale,
+    all_records,
+    caption,
+    chosen,
+    is_stale,
+    line_of,
+    markdown,
+    nothing,
+)
+from cuflash.bench.comparisons import compared, sustained
 from cuflash.bench.profile import UTILISATION
 from cuflash.bench.report import UNITS, columns, digits, percent, value
-from cuflash.bench.shapes import GRIDS, SUITES, Shape, Sizes
-from cuflash.bench.shapes import suite as suite_of
+from cuflash.bench.shapes import Shape
+from cuflash.bench.suites import COMPARED_WITH, SUITES
 from cuflash.errors import CuflashError
 
 FILES = ("README.md", "kernels/README.md")
-STALE = " (stale)"
-Record = dict[str, Any]
-Cell = tuple[dict[str, Any], Record]  # a result, and the record it is from
 
 
 def root() -> Path:
@@ -37,19 +47,6 @@ def root() -> Path:
     if folder.name != "measured":
         raise CuflashError("bench --tables: writes the READMEs of a checkout; this is an installed package.")
     return folder.parent.parent
-
-
-def all_records(folder: Path | None = None) -> list[Record]:
-    """Every readable record of the bench, oldest first."""
-    found = []
-    for path in sorted((folder or records.folder()).glob("*.json")):
-        try:
-            record = records.read(path)
-        except (OSError, ValueError):
-            continue
-        if isinstance(record, dict) and str(record.get("kind", "")).startswith(("bench", "profile")):
-            found.append(record)
-    return sorted(found, key=lambda record: record["environment"]["date"])
 
 
 def write(folder: Path | None = None) -> list[Path]:
@@ -87,103 +84,7 @@ def render(name: str, found: Sequence[Record]) -> str:
     return TABLES[name](name, found)
 
 
-# ---- which numbers
-
-
-def chosen(suite: str, found: Sequence[Record]) -> list[Cell]:
-    """Results of a suite: of the card measured last, each shape from the newest record that has it."""
-    mine = [r for r in found if r.get("suite") == suite and r.get("results") and _is_of_its_suite(r)]
-    if not mine:
-        return []
-    device = card(mine[-1])
-    cells: dict[str, Cell] = {}
-    for record in mine:
-        if card(record) != device:
-            continue
-        for one in record["results"]:
-            if any(line["status"] == "measured" for line in one["lines"]):
-                cells[repr(sorted(one["shape"].items()))] = one, record
-    order = {"forward": 0, "backward": 1}
-
-    def place(cell: Cell) -> tuple[Any, ...]:
-        s = cell[0]["shape"]
-        causal = dict(map(tuple, s["settings"])).get("causal", False)
-        return order[s["direction"]], s["dtype"], s["head_dim"], s["len_q"], s["len_k"], s["batch"], causal
-
-    return sorted(cells.values(), key=place)
-
-
-def _is_of_its_suite(record: Record) -> bool:
-    """Its shapes are the suite's, all or some of them, whatever kernels and peers were named."""
-    if not record.get("own"):
-        return True
-    there = [Shape.from_json(one["shape"]) for one in record["results"]]
-    name, place, dtype = record["suite"], record["place"], there[0].dtype
-    shapes = {shape for which in GRIDS for shape in suite_of(name, Sizes(), place, dtype, which).shapes}
-    return set(there) <= shapes
-
-
-def is_stale(line: dict[str, Any], stale: set[str]) -> bool:
-    return bool(stale.intersection(line.get("sources", ())))
-
-
-class Stale:
-    """Kernel files that changed since a record, looked up once a record."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, set[str]] = {}
-
-    def of(self, record: Record) -> set[str]:
-        if id(record) not in self._known:
-            self._known[id(record)] = set(records.stale(record))
-        return self._known[id(record)]
-
-
-def nothing(name: str) -> str:
-    peers = "" if name in ("ladder", "profile") else " --peers"
-    command = "cuflash bench --profile KERNEL" if name == "profile" else f"cuflash bench {name}{peers}"
-    return f"Not measured yet: `{command}` makes the record."
-
-
-def caption(cells: Sequence[Cell]) -> str:
-    """Device, driver, clock, dtype, distribution, date, protocol: what a number needs to mean something."""
-    runs = list({id(record): record for _, record in cells}.values())
-    last = runs[-1]
-    where, protocol = last["environment"], last["protocol"]
-    dates = sorted({record["environment"]["date"][:10] for record in runs})
-    words = [card(last)]
-    if last["place"] == "gpu" and where["device"]:
-        driver = where["device"].get("driver_version") or f"CUDA {where['device']['driver']}"
-        words.append(f"driver {driver}")
-        clocks = sorted(one["clock_mhz"] for one, _ in cells if one.get("clock_mhz"))
-        if clocks:
-            words.append(f"SM clock {clocks[0]:,.0f} to {clocks[-1]:,.0f} MHz while measured")
-    else:
-        words.append(f"{where['cores']} cores")
-    dtypes = ", ".join(dict.fromkeys(one["shape"]["dtype"] for one, _ in cells))
-    versions = [f"{name} {where['versions'][name]}" for name in ("torch", "jax") if name in where["versions"]]
-    return (
-        f"{', '.join(words)}; {dtypes}, {last['distribution']}; {' to '.join(dict.fromkeys(dates))}"
-        f"{'; ' + ', '.join(versions) if versions else ''}. "
-        f"Medians of {_rounds(protocol['rounds'])} of {protocol['launches']} launches after a pause "
-        f"of {protocol['pause_ms']:.0f} ms; every result checked in the run that timed it."
-    )
-
-
-def _rounds(n: int) -> str:
-    return "1 round, shuffled," if n == 1 else f"{n} shuffled rounds"
-
-
 # ---- tables
-
-
-def line_of(result: dict[str, Any], asked: str) -> dict[str, Any] | None:
-    return next((line for line in result["lines"] if line["asked"] == asked), None)
-
-
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)])
 
 
 def by_shape(name: str, found: Sequence[Record]) -> str:
@@ -225,8 +126,21 @@ def by_shape(name: str, found: Sequence[Record]) -> str:
                 row.append(text)
             shares = [percent(first, one["matmul_tflops"])] if share else []
             body.append([*row, *shares, f"`{kernel}`" if kernel else ""])
-        parts.append(markdown(head, body))
+        parts += [markdown(head, body), *wrong_notes([one for one, _ in own])]
     return "\n\n".join(parts)
+
+
+def wrong_notes(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence per contender that computed wrong numbers: in how many shapes, and the first complaint."""
+    found: dict[str, list[str]] = {}
+    for one in results:
+        for line in one["lines"]:
+            if line["status"] == "wrong":
+                found.setdefault(line["name"], []).append(f"{one['label']}: {line['says'].split(', ')[0]}")
+    return [
+        f"Wrong: `{name}` in {len(says)} of {len(results)} shapes, first in {says[0]}; no time is given."
+        for name, says in found.items()
+    ]
 
 
 def _has_cell(result: dict[str, Any], asked: str, metric: str) -> bool:
@@ -362,6 +276,8 @@ def _share(part: float | None) -> str:
 
 TABLES: dict[str, Callable[[str, Sequence[Record]], str]] = {
     **{name: by_shape for name in SUITES},
+    **{name: compared for name in COMPARED_WITH},
+    "sustained": sustained,
     "ladder": by_rung,
     "speed": speed,
     "profile": profiles,

@@ -149,7 +149,8 @@ class FlashAttention3Jax(_JaxPeer):
         }  # fmt: skip
         no_ints, no_floats = jnp.array([], jnp.int32), jnp.array([], jnp.float32)
         Spec = jax.ShapeDtypeStruct
-        rows = -(-shape.len_q // 128) * 128  # of the backward's float32 workspaces
+        # Of the backward's float32 workspaces, filled by blocks of 64, 80 or 128 rows: up to 127 rows more.
+        rows = -(-(shape.len_q + 127) // 128) * 128
 
         def forward(q: Any, k: Any, v: Any) -> Any:
             b, length, h, _ = q.shape

@@ -25,7 +25,8 @@ from cuflash.bench.contenders import roofs as matmuls
 from cuflash.bench.inputs import Inputs, draw
 from cuflash.bench.peer import Peer
 from cuflash.bench.probe import Says, probe, sentence
-from cuflash.bench.shapes import Shape, Suite, tiny_of
+from cuflash.bench.shapes import Shape, Suite
+from cuflash.bench.suites import tiny_of
 from cuflash.bench.timing import (
     Clock,
     CudaClock,

@@ -24,7 +24,7 @@ extern "C" __global__ void wait_cycles(long long n) {
   for (long long start = clock64(); clock64() - start < n;) {}
 }
 """
-ONE_TURN = 3.0  # seconds: a call that takes longer is timed in the first round only
+ONE_TURN = 3.0  # seconds: a call that takes longer is timed once, when it is first made
 VERY_LONG = 1.0  # seconds: not made a second time before it is timed
 LONG = 0.05  # seconds: a call that takes longer is not launched before it is timed
 
@@ -199,12 +199,15 @@ def run_rounds(
 ) -> None:
     """Fill in the times of every turn.  A call that raises ends that contender, and says why.
 
-    A contender that takes more than ONE_TURN has a turn in the first round only.
+    A contender that takes more than ONE_TURN has no turn: what its first call took is its time.
 
     KeyboardInterrupt passes through; what was measured before it stays in the turns.
     """
+    for turn in turns:
+        if turn.estimate > ONE_TURN:
+            turn.times.seconds.append(turn.estimate / turn.per_call)
     for number in range(protocol.rounds):
-        order = [turn for turn in turns if turn.error is None and (number == 0 or turn.estimate <= ONE_TURN)]
+        order = [turn for turn in turns if turn.error is None and turn.estimate <= ONE_TURN]
         random.Random(protocol.seed + number).shuffle(order)
         for turn in order:
             take(turn, protocol)
