@@ -15,4 +15,4 @@ from cuflash.rows_mma_backward import BWD_03, BWD_04
 from cuflash.rows_persistent import FWD_10
 
 FORWARD = (FWD_10, FWD_09, FWD_08, FWD_07, FWD_06, FWD_05, FWD_04, FWD_03, FWD_02, FWD_01, STD_00)
-BACKWARD = (BWD_06, BWD_07, BWD_05, BWD_04, BWD_03, BWD_02, BWD_01, STD_00)
+BACKWARD = (BWD_07, BWD_06, BWD_05, BWD_04, BWD_03, BWD_02, BWD_01, STD_00)

@@ -79,15 +79,14 @@ def _smem(p: Params) -> int:
         kept = kept_blocks_bytes(p["TILE_KV"], queries, p["BLOCK_KV"], p["BLOCK_Q"], 2)
         if kept == 0 and p["DETERMINISTIC"]:  # tiles that are kept as a whole or not at all are visited too
             kept = shared_bytes((4, 2, 1))
-    parts = dO_parts(p)
-    n_Q = 1 if p["SOFTCAP"] or kept or parts > 1 else 2
-    n_dO = 1 if parts > 1 else p["N_STAGES"]
+    n_Q = 1 if p["SOFTCAP"] or kept else 2
+    n_dO = 1 if dO_parts(p) > 1 else p["N_STAGES"]
     tiles = shared_bytes(
         (2, keys, d),
         (2, keys, dv),
         (2, keys, 64 if d == 128 else 128),
         (2, n_Q * queries, d),
-        (2, n_dO * parts * queries, dv),
+        (2, n_dO * queries, dv),
         (2, 4 * keys, queries),
     )
     others = shared_bytes(
@@ -124,9 +123,16 @@ def _after() -> tuple[Step, ...]:
     )
 
 
+def _yields(problem: Problem) -> str | None:
+    """One block holds 128 keys of smaller heads by itself."""
+    if max(problem.head_dim, problem.head_dim_v) > 128:
+        return None
+    return "accepts, and leaves head_dim up to 128 to bwd_06_specialize"
+
+
 BWD_07 = Row(
     "bwd_07_cluster",
-    False,
+    True,
     90,
     (
         Tile(64, 128, 12, stages=2, up_to=192, least=128),
@@ -159,4 +165,5 @@ BWD_07 = Row(
     workspace=_workspace,
     splits=_splits,
     flops_per_clock=4096,
+    yields=_yields,
 )

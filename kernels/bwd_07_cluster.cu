@@ -97,6 +97,15 @@ struct WeightsGroup {
     step = smem.steps.as<Step>(n % n_steps, 0);
   }
 
+  // dO's first part has landed; dV does not need the others.
+  DEVICE void wait_dO(u32 n) {
+    for (int part = dO_parts - 1; part > 0; --part) {
+      wait_full(smem.dO_full, dO_use(n, part));
+      if (thread == 0) arrive_at_both(smem.dO_empty, dO_use(n, part));
+    }
+    wait_full(smem.dO_full, dO_use(n));
+  }
+
   // S -> P of the newest step: packed for dV, and for the other group.
   DEVICE void make_P(float (&S)[n_scores], u32 n) {
     float slopes[n_scores];
@@ -128,14 +137,14 @@ struct WeightsGroup {
 
   // Step n, whose P is made, and S and P of the next.
   template <bool is_first> DEVICE void go_on(u32 n) {
-    wait_full(smem.dO_full, n);   // dO has landed
-    add_product(dV, P, smem.dO[n % n_dO][0]);
+    wait_dO(n);
+    add_product(dV, P, smem.dO[n % n_dO]);
     if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
     read_step(n + 1);
     float S[n_scores];   // new in every step: the compiler need not carry it from one to the next
     product(S, smem.K, K, held_K, smem.Q[(n + 1) % n_Q]);
     wgmma_wait<1>();   // dV has read dO and P
-    if (thread == 0) arrive_at_both(smem.dO_empty, n);   // of four arrivals one
+    if (thread == 0) arrive_at_both(smem.dO_empty, dO_use(n));   // of four arrivals one
     if constexpr (is_first) {
       wgmma_wait<0>();   // S
     } else {
@@ -154,8 +163,8 @@ struct WeightsGroup {
 
   // Step n, the last, but for its dQ.
   DEVICE void finish(u32 n) {
-    wait_full(smem.dO_full, n);   // dO has landed
-    add_product(dV, P, smem.dO[n % n_dO][0]);
+    wait_dO(n);
+    add_product(dV, P, smem.dO[n % n_dO]);
     if (!is_exact && n > 1) share.add(dQ, n - 2);
     wgmma_wait<0>();   // dV
     if (n > 0) {
@@ -195,8 +204,7 @@ struct GradientsGroup {
     hold(V, held_V, smem.V, thread);
     read_step(0);
     if (step.exists()) {
-      wait_full(smem.dO_full, 0);   // dO and delta are there
-      product(dP, smem.V, V, held_V, smem.dO[0]);
+      ask_dP(dP, 0);
       wgmma_wait<0>();   // dP
       u32 n = 0;
       if (!step.is_last()) go_on<true>(n++);
@@ -211,6 +219,17 @@ struct GradientsGroup {
   DEVICE void read_step(u32 n) {
     wait_full(smem.Q_full, n);   // the step is there, and Q
     step = smem.steps.as<Step>(n % n_steps, 0);
+  }
+
+  DEVICE void ask_dP(float (&dP)[n_scores], u32 n) {
+    for (int part = dO_parts - 1; part > 0; --part) {   // what 16 bits of dO lose
+      wait_full(smem.dO_full, dO_use(n, part));
+      product(dP, smem.V, V, held_V, smem.dO[0], part < dO_parts - 1);
+      wgmma_wait<0>();   // dO is read
+      if (thread == 0) arrive_at_both(smem.dO_empty, dO_use(n, part));
+    }
+    wait_full(smem.dO_full, dO_use(n));   // dO and delta are there
+    product(dP, smem.V, V, held_V, smem.dO[n % n_dO], dO_parts > 1);
   }
 
   DEVICE void differentiate(u32 n) {
@@ -288,7 +307,7 @@ struct GradientsGroup {
 
   // dP -> dS of step n, packed for dK, stored here and in the peer for dQ.
   DEVICE void make_dS(u32 n) {
-    if (thread == 0) arrive_at_both(smem.dO_empty, n);   // dP is complete
+    if (thread == 0) arrive_at_both(smem.dO_empty, dO_use(n));   // dP is complete
     if constexpr (is_exact) differentiate_exactly(n);
     else differentiate(n);
     barrier_arrive(P_empty(n), 256);   // P is read
@@ -312,7 +331,7 @@ struct GradientsGroup {
   // Step n, whose dP is complete, and dP of the next.
   template <bool is_first> DEVICE void go_on(u32 n) {
     make_dS(n);
-    add_product(dK, dS, smem.Q[n % n_Q][0]);
+    add_product(dK, dS, smem.Q[n % n_Q]);
     if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
     if constexpr (is_first) {
       wgmma_wait<0>();   // dK has read Q and dS
@@ -321,9 +340,8 @@ struct GradientsGroup {
       wgmma_wait<1>();   // dK has read Q and dS
     }
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
-    wait_full(smem.dO_full, n + 1);   // the next dO and delta are there
     float next[n_scores];
-    product(next, smem.V, V, held_V, smem.dO[(n + 1) % n_dO]);
+    ask_dP(next, n + 1);
     read_step(n + 1);
     if constexpr (!is_first) {
       wgmma_wait<1>();   // dQ has read dS
@@ -338,7 +356,7 @@ struct GradientsGroup {
   // Step n, the last.
   DEVICE void finish(u32 n) {
     make_dS(n);
-    add_product(dK, dS, smem.Q[n % n_Q][0]);
+    add_product(dK, dS, smem.Q[n % n_Q]);
     wgmma_wait<0>();   // dK
     if (!is_exact && n > 1) share.add(dQ, n - 2);
     if (n > 0) {

@@ -25,12 +25,14 @@ constexpr bool asks_blocks = has_block_mask && (deterministic || !Walk::Shape::t
 // Where dS needs more of P than its 16 bits, P travels as float, alone in its buffer; softcap's slopes beside
 // it.
 constexpr bool is_exact = keeps_weights;
-constexpr int n_P = is_exact ? 1 : 2, n_Q = has_softcap || asks_blocks || converts_dO ? 1 : 2;
+constexpr int n_P = is_exact ? 1 : 2, n_Q = has_softcap || asks_blocks ? 1 : 2;
 // k16 steps of K and V, the first operands of S and dP, that stay in registers where there is room: shared
 // memory is as busy as the tensor cores.
 constexpr bool has_room = head_dim_tile <= 192 && head_dim_v_tile <= 192 && !is_exact && is_plain;
 constexpr int held_K = has_room ? 4 : 0, held_V = has_room ? head_dim_v_tile / 16 : 0;
+// dO of another dtype is a sum of parts, which take turns in one stage, the first last: use (n, part) of it.
 constexpr int n_dO = converts_dO ? 1 : n_stages;
+DEVICE u32 dO_use(u32 n, int part = 0) { return n * dO_parts + dO_parts - 1 - part; }
 // TMA reads the neighbour's rows past a sequence's end; weights of 0 meet them, and 0 x NaN is NaN.
 constexpr bool cleans_queries = is_packed || has_query_lengths, cleans_keys = is_packed || has_key_lengths;
 
@@ -52,8 +54,8 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   PanelTile<own_keys, head_dim_tile> K;
   PanelTile<own_keys, head_dim_v_tile> V;
   PanelTile<own_keys, peer_cols> K_peer;
-  PanelTile<tile_q, head_dim_tile> Q[n_Q][1];
-  PanelTile<tile_q, head_dim_v_tile> dO[n_dO][dO_parts];
+  PanelTile<tile_q, head_dim_tile> Q[n_Q];
+  PanelTile<tile_q, head_dim_v_tile> dO[n_dO];
   PanelTile<own_keys, tile_q> dS[2][2];   // transposed; [1]: of the peer's keys
   Shared<u32, 8 * 128 * (has_softcap ? 2 : 1), 4> P;   // thread by thread, 16 bytes at a time
   Shared<float, n_Q, tile_q> lse;

@@ -73,25 +73,27 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
       const u32 full = at(Q_landed, n);
       const u32 flags = 1 | (walk.exists() ? 0 : 2) | (tests ? 4 : 0);
       smem.steps.as<Step>(n % n_steps, 0) = {i0, head, flags, place};
-      mbarrier_arrive_expect(full, smem.Q[0][0].n_bytes + 4 * tile_q);
-      load_half(smem.Q[n % n_Q][0], args.maps.Q, full, rank, row, head, batch);
+      mbarrier_arrive_expect(full, smem.Q[0].n_bytes + 4 * tile_q);
+      load_half(smem.Q[n % n_Q], args.maps.Q, full, rank, row, head, batch);
       bulk_load(smem.lse.address(n % n_Q, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
     }
-    wait_empty(smem.dO_empty, n);   // both blocks have used this stage of dO for dP and dV
-    wait_empty(smem.dP_read, n);    // the gradients group has read delta
-    if (lane == 0) {
-      const u32 full = at(dO_landed, n);
-      mbarrier_arrive_expect(full, dO_parts * smem.dO[0][0].n_bytes + 4 * tile_q);
-      if constexpr (converts_dO)
+    wait_empty(smem.dP_read, n);   // the gradients group has read delta
 #pragma unroll
-        for (int part = 0; part < dO_parts; ++part) {
-          const i64 first = (part * all_places(args) + place) * (tile_q * head_dim_v_tile);
-          constexpr u32 n_bytes = 2 * tile_q * head_dim_v_tile;
-          bulk_load(smem.dO[0][part].address(), dO_tiles.address(first, n_bytes), n_bytes, full);
-        }
-      else load_half(smem.dO[n % n_dO][0], args.maps.dO, full, rank, row, head, batch);
-      bulk_load(smem.delta.address(n % 2, 0), rows.address(first_row + tile_q, 4 * tile_q), 4 * tile_q,
-                full);
+    for (int part = dO_parts - 1; part >= 0; --part) {
+      const u32 use = dO_use(n, part);
+      wait_empty(smem.dO_empty, use);   // both blocks have used this stage of dO for dP and dV
+      if (lane != 0) continue;
+      constexpr u32 n_bytes = 2 * tile_q * head_dim_v_tile, row_bytes = 4 * tile_q;
+      const u32 full = at(dO_landed, use);
+      mbarrier_arrive_expect(full, part == 0 ? n_bytes + row_bytes : n_bytes);
+      if constexpr (converts_dO) {
+        const i64 first = (part * all_places(args) + place) * (tile_q * head_dim_v_tile);
+        bulk_load(smem.dO[0].address(), dO_tiles.address(first, n_bytes), n_bytes, full);
+      } else {
+        load_half(smem.dO[n % n_dO], args.maps.dO, full, rank, row, head, batch);
+      }
+      if (part == 0)
+        bulk_load(smem.delta.address(n % 2, 0), rows.address(first_row + tile_q, row_bytes), row_bytes, full);
     }
   }
 }
@@ -105,18 +107,19 @@ DEVICE void clean_queries(Smem& smem, const Sequence& seq, int lane) {
     const Step step = smem.steps.as<Step>(n % n_steps, 0);
     const bool ends = step.exists() && step.i0 + tile_q > seq.len_q;
     is_last = step.is_last() || !step.exists();
-    if (ends) smem.Q[n % n_Q][0].clear_rows(seq.len_q - step.i0, lane, 32);
+    if (ends) smem.Q[n % n_Q].clear_rows(seq.len_q - step.i0, lane, 32);
     fence_async_shared();
     warp_sync();   // the rows are zeros, also to wgmma
     if (lane == 0) mbarrier_arrive(at(smem.Q_full, n));
     if (!step.exists()) return;
-    wait_full(smem.dO_landed, n);   // dO has landed
-    if (ends)
-      for (int part = 0; part < dO_parts; ++part)
-        smem.dO[n % n_dO][part].clear_rows(seq.len_q - step.i0, lane, 32);
-    fence_async_shared();
-    warp_sync();   // as above
-    if (lane == 0) mbarrier_arrive(at(smem.dO_full, n));
+    for (int part = dO_parts - 1; part >= 0; --part) {
+      const u32 use = dO_use(n, part);
+      wait_full(smem.dO_landed, use);   // dO has landed
+      if (ends) smem.dO[use % n_dO].clear_rows(seq.len_q - step.i0, lane, 32);
+      fence_async_shared();
+      warp_sync();   // as above
+      if (lane == 0) mbarrier_arrive(at(smem.dO_full, use));
+    }
   }
 }
 

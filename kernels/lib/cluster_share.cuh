@@ -18,24 +18,22 @@ template <int n, class Tile> DEVICE void add_product(float (&sum)[n], const Word
   for (int k = 0; k < 4; ++k) wgmma<elem, 1>(sum, A[k], rows.at(k * Tile::line_bytes), true);
   wgmma_commit();
 }
-// 64 keys x 64 queries = A B^T over the columns of both; B a sum of parts.  A's first steps from registers.
-template <int steps, int parts, class Tile>
-DEVICE void product(float (&result)[n_scores], Tile& A, const u32 (&held)[steps][4], int n_held,
-                    Tile (&B)[parts]) {
-  const Descriptor keys(A.descriptor_K(0)), queries(B[0].descriptor_K(0));
-  if constexpr (!is_plain)   // else what branches left of the last result gets in the way of this one (C7514)
+// 64 keys x 64 queries = A B^T over the columns of both, or += where it goes on.  A's first steps from
+// registers.
+template <int steps, class Tile>
+DEVICE void product(float (&result)[n_scores], Tile& A, const u32 (&held)[steps][4], int n_held, Tile& B,
+                    bool goes_on = false) {
+  const Descriptor keys(A.descriptor_K(0)), queries(B.descriptor_K(0));
+  if (!is_plain && !goes_on)   // else what branches left of the last result gets in the way of this one (C7514)
 #pragma unroll
     for (int at = 0; at < n_scores; ++at) result[at] = 0;
   wgmma_fence();
 #pragma unroll
-  for (int part = 0; part < parts; ++part)
-#pragma unroll
-    for (int k = 0; k < Tile::cols / 16; ++k) {
-      const u32 step = (k / 4 * Tile::panel_bytes + k % 4 * 32) / 16;
-      const u64 other = queries.at(part * Tile::n_bytes / 16 + step);
-      if (k < n_held) wgmma<elem>(result, held[k < steps ? k : 0], other, part + k > 0);
-      else wgmma<elem>(result, keys.at(step), other, part + k > 0);
-    }
+  for (int k = 0; k < Tile::cols / 16; ++k) {
+    const u32 step = (k / 4 * Tile::panel_bytes + k % 4 * 32) / 16;
+    if (k < n_held) wgmma<elem>(result, held[k < steps ? k : 0], queries.at(step), goes_on || k > 0);
+    else wgmma<elem>(result, keys.at(step), queries.at(step), goes_on || k > 0);
+  }
   wgmma_commit();
 }
 
