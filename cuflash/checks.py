@@ -23,6 +23,7 @@ from cuflash import build, devices, plan, rows
 from cuflash.arrays import numpy_dtype, spec
 from cuflash.cases import Case, find, make, wide
 from cuflash.check import check
+from cuflash.copies import BY_TMA
 from cuflash.errors import CuflashError
 from cuflash.judge import Draws, Verdict, judge_drawn, to_numpy
 from cuflash.problem import FLOAT_DTYPES, Problem
@@ -331,7 +332,7 @@ def one(row: str, direction: str, expected: Expected, xp: Any) -> Line:
         # A starred row takes the whole contract: where it covers dtype and sizes a refusal is a failure,
         # unless TMA cannot address an operand.  So is, of any row, what goes wrong after the plan: a kernel
         # that does not compile, or reads outside.
-        may_refuse = not starred or str(error).startswith(f"{row} copies by TMA, and of ")
+        may_refuse = not starred or str(error).startswith(f"{row} {BY_TMA}")
         is_refusal = may_refuse and refuses(row, direction, expected, xp)
         return Line(**line, status="refused" if is_refusal else "failed", message=sentence(error))
     except Exception as error:  # a check that stops at the first crash tells less than one that goes on

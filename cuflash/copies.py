@@ -10,6 +10,7 @@ from cuflash.problem import Problem
 from cuflash.row import ITEMSIZE, Refusal, Row, Slot, round_up
 
 COPY_SHARE = 0.05  # a copy may cost this much of the kernel's predicted time
+BY_TMA = "copies by TMA, and of "  # a refusal that begins so is about what TMA cannot address
 _INPUTS = {
     "forward": {"q": "Q", "k": "K", "v": "V"},
     "backward": {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO"},
@@ -77,7 +78,7 @@ def _too_dear(problem: Problem, device: Device, row: Row, copies: list[Copy]) ->
     if row.stride_bytes > 1:
         needs = f"needs strides and addresses in multiples of {row.stride_bytes} bytes"
     else:
-        needs = "copies by TMA, and " + " and ".join(f"of {copy.name} {copy.why}" for copy in copies)
+        needs = BY_TMA + " and of ".join(f"{copy.name} {copy.why}" for copy in copies)
     return Refusal(
         f"{needs}; copying {names} would cost {share:.0f} % of the kernel, "
         f"more than {100 * COPY_SHARE:.0f} %",

@@ -24,6 +24,7 @@ import cuflash
 from cuflash import launch, plan, results, rows
 from cuflash.arrays import array_spec
 from cuflash.check import check
+from cuflash.copies import BY_TMA
 from cuflash.devices import EMULATED
 
 N_SHARDS = 16
@@ -68,7 +69,7 @@ def unless_refused(row, call, run):
         return run()
     except cuflash.CuflashError as refusal:
         is_covered = row.starred and row.covers(call.build.dtype, call.q.shape[-1], call.v.shape[-1])
-        may_refuse = not is_covered or str(refusal).startswith(f"{row.name} copies by TMA, and of ")
+        may_refuse = not is_covered or str(refusal).startswith(f"{row.name} {BY_TMA}")
         assert may_refuse and str(refusal).startswith(f"{row.name} "), refusal
         return None
 

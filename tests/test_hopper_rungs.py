@@ -7,6 +7,7 @@ from test_forward_kernels import draw, modelled, moved
 import cuflash
 from cuflash import CuflashError, build, checks, emulator
 from cuflash.cases import cases
+from cuflash.copies import BY_TMA
 
 ROWS = ("fwd_06_wgmma", "fwd_07_tma", "fwd_08_specialize", "fwd_09_overlap")
 MAPPED = ROWS[1:]
@@ -87,7 +88,7 @@ def test_odd_strides_are_read_in_place_without_tma():
     assert np.array_equal(found, cuflash.attention(*whole, kernel="fwd_06_wgmma", causal=True))
     for row in MAPPED:
         with pytest.raises(
-            CuflashError, match=f"{row} copies by TMA, and of q its address is no multiple of"
+            CuflashError, match=f"{row} {BY_TMA}q its address is no multiple of"
         ):
             cuflash.attention(*views, kernel=row)
 
