@@ -64,14 +64,15 @@ def key(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | 
         return None
     plain = cupy.ndarray
     parts: list[Any] = [options]
+    add = parts.append
     for array in arrays:
         if array is None:
-            parts.append(None)
+            add(None)
         elif type(array) is plain:
             memory = array.data
             parts += (array.shape, array.strides, array.dtype.char, memory.ptr & 15, memory.device_id)
         elif type(array) is np.ndarray and array.ndim == 1 and array.dtype == np.int64:
-            parts.append(array.size)
+            add(array.size)
         else:
             return None
     return tuple(parts)
@@ -85,7 +86,7 @@ def cached(key: tuple[Any, ...] | None, arrays: tuple[Any, ...]) -> Prepared | N
         call = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed: check.py says what is wrong with it
         return None
-    if call is None or (call.written and call.overlaps(arrays)) or not call.lengths_fit(arrays):
+    if call is None or (call.written and call.overlaps(arrays)) or (call.lengths and not call.fit(arrays)):
         return None
     return call
 

@@ -80,7 +80,7 @@ class Prepared:
         self._slot_words = self._words_of_slots()
         place = {slot.name: offset for slot, offset in zip(plan.slots, plan.offsets, strict=True)}
         self._slot_words += [(self._words[name], place[name]) for name in hosted]
-        self._lengths = [(self.order.index(name), place[name], *_limits(plan, name)) for name in hosted]
+        self.lengths = [(self.order.index(name), place[name], *_limits(plan, name)) for name in hosted]
         self._zeroed = [
             (offset, slot.n_bytes)
             for offset, slot in zip(plan.offsets, plan.slots, strict=True)
@@ -116,9 +116,9 @@ class Prepared:
                         return True
         return False
 
-    def lengths_fit(self, arrays: Any) -> bool:
+    def fit(self, arrays: Any) -> bool:
         """Whether check.py would let lengths on the host pass."""
-        for position, _, limit, cumulative in self._lengths:
+        for position, _, limit, cumulative in self.lengths:
             values = arrays[position]
             if cumulative:
                 fits = values[0] == 0 and values[-1] <= limit and bool((values[1:] >= values[:-1]).all())
@@ -158,7 +158,7 @@ class Prepared:
                     words[word] = start + offset
                 for offset, n_bytes in self._zeroed:
                     backend.zero(start + offset, n_bytes)
-                for position, offset, _, _ in self._lengths:
+                for position, offset, _, _ in self.lengths:
                     backend.copy_lengths(arrays[position], start + offset)
                 if operands is not None:
                     slots = self._slots(workspace)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import arrays as arrays_
-from cuflash import launch
+from cuflash import args, launch
 from cuflash.check_options import DEFAULTS
 
 # options that are part of the key as they are, in this order; arrays are described by launch.key
@@ -17,7 +17,9 @@ PLAIN = (
 )  # fmt: skip
 _KNOWN = {*DEFAULTS, "deterministic", "return_lse", "out", "grads"}
 _MAX_SEED = 1 << 64
-_LENGTHS_AT = {direction: order.index("query_lengths") for direction, order in launch.ORDER.items()}
+_LENGTHS_AT = {
+    direction: tuple(order.index(name) for name in args.LENGTHS) for direction, order in launch.ORDER.items()
+}
 _HOST_KINDS = (list, tuple, range, np.ndarray)
 
 
@@ -41,8 +43,8 @@ def of_values(
 
     Lengths on the host are made int64 arrays in place.
     """
-    for at in range(_LENGTHS_AT[direction], _LENGTHS_AT[direction] + 4):
-        if type(arrays[at]) in _HOST_KINDS:
+    for at in _LENGTHS_AT[direction]:
+        if arrays[at] is not None and type(arrays[at]) in _HOST_KINDS:
             arrays[at] = _whole_numbers(arrays[at])
             if arrays[at] is None:
                 return None, (), 0
