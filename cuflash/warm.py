@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import arrays as arrays_
 from cuflash import args, launch
+from cuflash import arrays as arrays_
 from cuflash.check_options import DEFAULTS
 
 # options that are part of the key as they are, in this order; arrays are described by launch.key
