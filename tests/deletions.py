@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,10 @@ WAIT = re.compile(
 # where the instructions themselves are defined
 WRAPPERS = {"warp", "barrier", "cp_async", "mbarrier", "tma", "cluster", "wgmma"}
 WRAPPERS |= {"emulated", "memory", "platform"}
-SEEDS = (1, 2, 3, 0)
-DETERMINISTIC = ("ragged grouped heads", "alibi", "block mask", "bias by key", "bias by head and query")
+SEEDS = (1, 2, 3, 5, 0)
+DETERMINISTIC = (
+    "ragged grouped heads", "alibi", "block mask", "bias by key", "bias by head and query", "turns"
+)  # fmt: skip
 # Besides the quick cases: what only these make a kernel walk.
 MORE = (
     "long",
@@ -53,21 +56,26 @@ class Site:
         return self.file, self.text
 
 
-def files_of(row_name: str) -> list[str]:
-    """Every file of a row, passes and headers included, that may hold a wait."""
+def files_of(row_name: str, launched: set[str] | None = None) -> list[str]:
+    """Every file of a row, passes and headers included, that may hold a wait.
+
+    launched: files of passes that run; None: all that the row may ever run.
+    """
     row = next(r for r in (*rows.FORWARD, *rows.BACKWARD) if r.name == row_name)
     found: list[str] = []
     for file in dict.fromkeys(step.file for step in row.steps):
+        if launched is not None and file not in launched:
+            continue
         for home in re.findall(r'^#line 1 "kernels/(.*)"$', build.expand(file, emulated=True), re.M):
             if Path(home).stem not in WRAPPERS and home not in found:
                 found.append(home)
     return found
 
 
-def sites_of(row_name: str) -> list[Site]:
+def sites_of(row_name: str, launched: set[str] | None = None) -> list[Site]:
     """The waits of a row, in the order of the text."""
     found = []
-    for file in files_of(row_name):
+    for file in files_of(row_name, launched):
         for number, line in enumerate((build.kernels_directory() / file).read_text().splitlines(), 1):
             code = line.split("//")[0]
             if code.lstrip().startswith(("DEVICE", "template", "#")):
@@ -111,13 +119,20 @@ def without(site: Site | None, folder: Path) -> Iterator[None]:
 
 
 LENGTHS = [1, 299, 130]
+NAN_QUERIES = "NaN behind queries"  # in dout too
 
 
-def _nan_behind(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    k, v = arrays["k"].copy(), arrays["v"].copy()
-    for b, length in enumerate(LENGTHS):
-        k[b, length:], v[b, length:] = np.nan, np.nan
-    return arrays | {"k": k, "v": v}
+def _nan_behind(*names: str) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """NaN past the end of each sequence: it may reach no result."""
+
+    def change(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        changed = {name: arrays[name].copy() for name in names}
+        for array in changed.values():
+            for b, length in enumerate(LENGTHS):
+                array[b, length:] = np.nan
+        return arrays | changed
+
+    return change
 
 
 def chosen_cases() -> list[Case]:
@@ -133,7 +148,13 @@ def chosen_cases() -> list[Case]:
         Case("many wide query tiles", (2, 300, 200, 4, 2, 192, 192), {"causal": True}),
         Case("many without keys", (3, 300, 120, 20, 2, 64, 64), {"causal": True, "query_offset": -150}),
         Case("many kept blocks", (1, 300, 700, 2, 1, 64, 64), draw={"block_mask": _block_mask}),
-        Case("NaN behind", (3, 70, 300, 1, 1, 64, 64), {"key_lengths": LENGTHS}, change=_nan_behind),
+        Case(
+            "NaN behind", (3, 70, 300, 1, 1, 64, 64), {"key_lengths": LENGTHS}, change=_nan_behind("k", "v")
+        ),
+        Case(
+            NAN_QUERIES, (3, 300, 70, 1, 1, 64, 64), {"query_lengths": LENGTHS}, change=_nan_behind("q")
+        ),
+        Case("turns", (1, 150, 420, 2, 1, 64, 64)),  # several tiles of keys add to one of dQ
     ]
     return chosen
 
@@ -148,10 +169,14 @@ class Checks:
             for direction, table in (("forward", rows.FORWARD), ("backward", rows.BACKWARD))
             if any(r.name == row for r in table)
         ]
+        self.launched: set[str] = set()  # files of what ran
+        self.bits: dict[str, str] = {}  # of deterministic gradients, by the run's words
         self.runs = []  # (words, direction, Expected)
         for case in chosen_cases():
             for dtype in dtypes:
                 expected = checks.Expected(case, dtype)
+                if case.name == NAN_QUERIES:
+                    expected.dout = _nan_behind("dout")({"dout": expected.dout})["dout"]
                 for direction in self.directions:
                     self.runs.append((f"{case.name}, {dtype}, {direction}", direction, expected))
                     if direction == "backward" and case.name in DETERMINISTIC:
@@ -161,15 +186,24 @@ class Checks:
 
     def keep_what_passes(self) -> None:
         """Forget what the row refuses, and what it fails as it is: other tests report that."""
-        self.runs = [run for run in self.runs if self.outcome(run, 0) == "passed"]
+        with emulator.recording() as launches:
+            self.runs = [run for run in self.runs if self.outcome(run, 0) == "passed"]
         assert self.runs, f"{self.row} passes nothing"
+        self.launched = {launch.kernel.split("__")[0] for launch in launches}
 
     def outcome(self, run: tuple[str, str, checks.Expected], seed: int) -> str:
         """What `cuflash check` says of one case in one order of threads: "passed", or status and sentence."""
         with emulator.options(seed=seed, stall_seconds=5), np.errstate(all="ignore"):
             line = checks.one(self.row, run[1], run[2], np)
-        assert "does not compile" not in line.message, line.message
-        return line.status if line.status == "passed" else f"{line.status}: {line.message}"
+            assert "does not compile" not in line.message, line.message
+            if line.status != "passed":
+                return f"{line.status}: {line.message}"
+            if run[2].options.get("deterministic"):
+                gradients = checks.backward(self.row, run[2], np)
+                bits = hashlib.sha256(b"".join(x.tobytes() for x in gradients.values())).hexdigest()
+                if self.bits.setdefault(run[0], bits) != bits:
+                    return "failed: other bits in another order of threads"
+        return "passed"
 
     def notice(self) -> str | None:
         """The first thing that is wrong, in any case and any order of threads."""
@@ -187,7 +221,7 @@ def search(row: str, folder: Path, dtypes: tuple[str, ...]) -> dict[Site, str | 
         all_checks = Checks(row, dtypes)
         all_checks.keep_what_passes()
         found = {}
-        for site in sites_of(row):
+        for site in sites_of(row, all_checks.launched):
             with without(site, folder):
                 found[site] = all_checks.notice()
     return found
