@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cuflash.hopper_bytes import cluster_bytes
 from cuflash.problem import Problem
 from cuflash.row import (
     WHOLE,
@@ -31,7 +32,7 @@ from cuflash.rows_backward import (
     key_sum_slots,
     option_slots,
 )
-from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
+from cuflash.rows_forward import LENGTHS, Traffic, kept_blocks_bytes
 from cuflash.rows_hopper_backward import (
     CLOSE,
     DTYPES,
@@ -114,6 +115,10 @@ def _workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
     return (*option_slots(problem, _by_blocks(p)), *query_tile_slots(problem, p), *delta, *sums)
 
 
+def _bytes(problem: Problem, p: Params) -> Traffic:
+    return cluster_bytes(problem, p, max(p["SPLIT"], 1))
+
+
 def _after() -> tuple[Step, ...]:
     """The passes of the options, which count tiles of keys as blocks have them."""
     steps = with_four_warps(OPTIONS_AFTER)
@@ -163,6 +168,7 @@ BWD_07 = Row(
     features=WHOLE,
     limits=(*LENGTHS, ("head_dim", 256), ("head_dim_v", 256)),
     workspace=_workspace,
+    bytes=_bytes,
     splits=_splits,
     flops_per_clock=4096,
     yields=_yields,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cuflash.hopper_bytes import walked_bytes
 from cuflash.problem import Problem
 from cuflash.row import (
     CORE,
@@ -32,7 +33,7 @@ from cuflash.rows_backward import (
     key_sum_slots,
     option_slots,
 )
-from cuflash.rows_forward import LENGTHS, kept_blocks_bytes
+from cuflash.rows_forward import LENGTHS, Traffic, kept_blocks_bytes
 
 DTYPES = ("float16", "bfloat16")
 LIMITS = (*LENGTHS, ("head_dim", 128), ("head_dim_v", 128))
@@ -112,6 +113,10 @@ def _workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
     delta = (delta_slot(problem),) if len(problem.gradients) > 3 else ()
     sums = key_sum_slots(problem, _splits(problem, p))
     return (*option_slots(problem, p), *query_tile_slots(problem, p), *delta, *sums)
+
+
+def _bytes(problem: Problem, p: Params) -> Traffic:
+    return walked_bytes(problem, p, _splits(problem, p))
 
 
 def panel(size: int) -> int:
@@ -194,6 +199,7 @@ BWD_05 = Row(
     features=CORE,
     limits=LIMITS,
     workspace=_workspace,
+    bytes=_bytes,
     flops_per_clock=4096,
 )
 
@@ -212,5 +218,6 @@ BWD_06 = Row(
     exact_arch=True,
     limits=LIMITS,
     workspace=_workspace,
+    bytes=_bytes,
     flops_per_clock=4096,
 )
