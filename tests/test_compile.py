@@ -14,6 +14,9 @@ from problems import Build, covering_builds, list_of_calls
 import cuflash
 from cuflash import CuflashError, build, devices, plan, rows
 from cuflash.arrays import numpy_dtype
+from cuflash.bench import suites
+from cuflash.bench.ahead import specs_of
+from cuflash.bench.shapes import Shape, Sizes
 from cuflash.check import check
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -139,6 +142,55 @@ def test_tuned_tiles_do_not_spill(direction, row, dtype):
                 if not name.endswith("__careful")  # runs for blocks that met infinities, and no others
             }
             assert max(spilled.values()) <= found.tile.spills, (dim, causal, spilled)
+
+
+# What wgmma multiplies in registers leaves few for anything else.
+HOPPER = [(direction, row) for direction, row in TABLE if row.exact_arch]
+OPTION_SPILLS = 512  # bytes of spills a thread may have with one option; without any there are none
+
+
+def tuned_sizes(row):
+    """head_dims that a row has tiles for: a rung that is not chosen does the core at 64 and 128."""
+    found = (64, 96, 128, 192, 256) if row.starred else (64, 128)
+    least = 129 if row.name == "bwd_07_cluster" else 0  # bwd_06_specialize is for those up to 128
+    return [dim for dim in found if least <= dim and row.covers("bfloat16", dim, dim)]
+
+
+def main_build(row, direction, shape):
+    """(plan, entry of the row's own kernel) of a shape of the bench; None where the row refuses."""
+    q, k, v, options = specs_of(shape)
+    try:
+        found = cuflash.explain(
+            q, k, v, **options, backward=direction == "backward", device="sm_90a", kernel=row.name
+        )
+    except CuflashError:
+        return None
+    built = build.compile(found.main.job)
+    assert built.warnings == (), (shape.label(), built.warnings)  # C75xx: products are serialised
+    used = built.entries[row.name]
+    return found, used.spill_stores + used.spill_loads
+
+
+@pytest.mark.parametrize("direction, row", HOPPER, ids=[row.name for _, row in HOPPER])
+def test_hopper_rows_neither_spill_nor_serialise(direction, row):
+    settings = [(), (("causal", True),)]
+    if direction == "backward":
+        settings += [(*one, ("deterministic", True)) for one in settings]
+    for dim in tuned_sizes(row):
+        for one in settings:
+            for length in (512, 8192):
+                shape = Shape(direction, 2, length, length, 16, 16, dim, dim, "bfloat16", one)
+                found, spills = main_build(row, direction, shape)
+                assert spills <= found.tile.spills == 0, shape.label()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("direction, row", [pair for pair in HOPPER if pair[1].starred])
+def test_options_spill_little_on_hopper(direction, row):
+    for dim in tuned_sizes(row):
+        shapes = suites.suite("options", Sizes(head_dims=(dim,)), "gpu", "bfloat16").shapes
+        made = [main_build(row, direction, shape) for shape in shapes if shape.direction == direction]
+        assert None not in made and max(spills for _, spills in made) <= OPTION_SPILLS
 
 
 def test_lengths_pass_compiles_everywhere():

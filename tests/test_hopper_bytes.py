@@ -21,7 +21,7 @@ CASES = {
 
 
 def takes(row, name):
-    return row == "bwd_07_cluster" or CASES[name][0][5] <= 128 and (row, name) != ("bwd_05_wgmma", "window")
+    return row == "bwd_07_cluster" or (CASES[name][0][5] <= 128 and (row, name) != ("bwd_05_wgmma", "window"))
 
 
 @pytest.mark.parametrize("row, name", [(row, name) for row in ROWS for name in CASES if takes(row, name)])
