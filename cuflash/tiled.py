@@ -19,16 +19,12 @@ small, m stays 0 and nobody looks for a maximum.
 | tiled_backward.py | the loop of the backward; tiled_sums.py: what its tiles share |
 | tiled_scores.py | from a product to a score: scale, softcap, ALiBi, bias; dropout |
 | tiled_visible.py | causal, window, masks: which tiles are computed, which pairs are hidden |
+| tiled_blocks.py | block masks: where the kept blocks lie |
+| tiled_products.py | products, asked of BLAS in the way that it does best |
 | tiled_buffers.py, tiled_workers.py | memory and threads |
 
 Sources: Dao et al., "FlashAttention" (2022), algorithm 1; Dao, "FlashAttention-2" (2023), order of loops;
-FlashAttention-4 (2025), raising m only when it matters.
-
-Tried (float32, 8 heads of 4,096 x 64, an AMD EPYC with AVX-512, November 2026; ns per score and core, 3.1 in
-all, of which the two products take 2.65; PyTorch 2.13 takes 3.1 to 3.2 in the same runs):
-- S - m as a pass of its own: +0.18; the maximum of every row of every tile: +0.3; np.exp for np.exp2: +0.24
-- l as a column of ones in V: +0.04; K stored transposed: the loads cost what the product gains
-- TILE_Q 1024: +0.1, 512: +0.4, as K and V are read across heads; narrower tiles along the diagonal: no gain
+FlashAttention-4 (2025), raising m only when it matters.  What was tried: kernels/ATTEMPTS.md.
 """
 
 # ruff: noqa: E741  (l and O are the papers' names)
@@ -44,23 +40,26 @@ from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence, sequences
 from cuflash.results import allocate_missing
 from cuflash.tiled_backward import backward
+from cuflash.tiled_blocks import cell_size
 from cuflash.tiled_buffers import Buffers
-from cuflash.tiled_scores import FAST, Head, largest_norm, product
-from cuflash.tiled_visible import cut, tile_size
-from cuflash.tiled_workers import Queue, Turn, n_flop, run
+from cuflash.tiled_products import largest_norm, multiply, product
+from cuflash.tiled_scores import FAST, Head
+from cuflash.tiled_visible import Run, Tile, cut, part_of, tile_size
+from cuflash.tiled_workers import Queue, Turn, do_all, n_flop
 
 __all__ = ["backward", "forward"]
 
 TILE_Q = 2048  # query rows of an item, at most
 TILE_KV = 256
+LOADED_KV = 4096  # keys that are loaded at once where a block mask leaves some of them to each query
 N_ITEMS = 16  # a small problem is cut into about so many items: work for that many threads
 SLACK = 8  # a score may lie this far above m, in its base, before m is raised: weights up to 2^8 do no harm
 FAR = {"float32": 150, "float64": 1100}  # exp of less than this below 0 is 0, in either base
 SMALL, SMALL_V = 40, 2.0**40  # |q| |k| and |v| up to which no exponential, and no sum of them, overflows
 
 
-class QueryTile(NamedTuple):
-    """What one item owns: queries [i0, i1) of one head."""
+class Item(NamedTuple):
+    """What one thread does at a time: queries [i0, i1) of one head."""
 
     sequence: Sequence
     h: int
@@ -73,7 +72,7 @@ def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarra
 
     problem, operands: as cuflash.check.check makes them, with NumPy arrays.  Returns canonical views: out
     (batch, len_q, heads, head_dim_v) and lse (batch, heads, len_q), the arrays that operands holds where it
-    holds any.  operands.progress(done, total) counts query tiles.
+    holds any.  operands.progress(done, total) counts items.
     """
     allocate_missing(problem, operands, np)
     out, lse = operands.out, operands.lse
@@ -83,64 +82,113 @@ def forward(problem: Problem, operands: Operands) -> tuple[np.ndarray, np.ndarra
     def make_worker() -> Callable:
         buffers = Buffers(problem.accumulator)
 
-        def do(_turn: Turn, tile: QueryTile) -> None:
-            head = Head(problem, operands, tile.sequence, tile.h, FAST)
-            rows = slice(tile.i0, tile.i1)
-            attend(head, tile.i0, tile.i1, out[head.query_rows][rows], lse[head.per_query][rows], buffers)
+        def do(_turn: Turn, item: Item) -> None:
+            head = Head(problem, operands, item.sequence, item.h, FAST)
+            rows = slice(item.i0, item.i1)
+            attend(head, item.i0, item.i1, out[head.query_rows][rows], lse[head.per_query][rows], buffers)
 
         return do
 
-    queue = Queue(query_tiles(problem, operands))
-    run(queue, make_worker, n_flop(problem, 1, 1), operands.progress)
+    queue = Queue(items(problem, operands))
+    do_all(queue, make_worker, n_flop(problem, 1, 1), operands.progress)
     return out, lse
+
+
+class Rows(NamedTuple):
+    """What query rows keep from one key tile to the next, and Q."""
+
+    Q: np.ndarray  # (n, head_dim + 1): [scale Q, -m], in units of the base
+    m: np.ndarray  # (n,)
+    l: np.ndarray  # (n,)
+    O: np.ndarray  # (n, head_dim_v)
+
+    def part(self, rows: slice) -> Rows:
+        return Rows(*(array[rows] for array in self))
+
+
+class Keys(NamedTuple):
+    """Loaded keys, from position j0 on."""
+
+    j0: int
+    K_T: np.ndarray  # (head_dim + 1, n): [K, 1]^T
+    V: np.ndarray  # (n, head_dim_v)
+
+    def of(self, run: Run) -> tuple[np.ndarray, np.ndarray]:
+        keys = slice(run.j0 - self.j0, run.j1 - self.j0)
+        return self.K_T[:, keys], self.V[keys]
 
 
 def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffers: Buffers) -> None:
     """Queries [i0, i1) of one head: the loop over key tiles.  Writes out (n, head_dim_v) and lse (n,)."""
-    exp, small_exp, log, units = head.base
     m, l = start(head, i1 - i0)
     O = buffers.zeros("O", i1 - i0, out.shape[1])
-    Q = buffers.load_with("Q", head.q[i0:i1], head.column(m), factor=head.q_factor)  # [scale Q, -m]
+    Q = buffers.load("Q", head.q[i0:i1], head.column(m), factor=head.q_factor)
+    rows = Rows(Q, m, l, O)
     longest_q = largest_norm(Q[:, :-1])
     is_small = head.is_plain and head.sink is None
 
-    for r0, r1, j0, j1 in head.visible.key_tiles(i0, i1, TILE_KV):
-        rows = slice(r0 - i0, r1 - i0)  # those that see a key of this tile
-        K = buffers.load_with("K", head.k[j0:j1], 1)  # [K, 1]
-        V = buffers.load("V", head.v[j0:j1])
-
-        S = buffers.empty("S", r1 - r0, j1 - j0)
+    n_keys = TILE_KV if head.visible.block_mask is None else LOADED_KV
+    for j0, j1, tiles in head.visible.key_tiles(i0, i1, n_keys, TILE_Q * TILE_KV):
+        K, V = buffers.load("K", head.k[j0:j1]), buffers.load("V", head.v[j0:j1])
+        keys = Keys(j0, buffers.transposed("K^T", K, n_ones=1), V)
         is_small = is_small and longest_q * largest_norm(K) <= SMALL and largest_norm(V) <= SMALL_V
-        if is_small:  # m is 0, may stay so, and needs no column
-            np.matmul(Q[rows, :-1], K[:, :-1].T, out=S)
-            P = small_exp(S, out=S)
-            head.visible.hide(P, r0, j0, 0, buffers)
-            pairs = None
-        else:
-            np.matmul(Q[rows], K.T, out=S)
-            head.change(S, m[rows], r0, j0, buffers)  # scores, above m
-            top = S.max()
-            if not top <= FAR[S.dtype.name] and forget(S, m[rows], l[rows], O[rows]):
-                Q[rows, -1] = head.column(m[rows])
-                np.matmul(Q[rows], K.T, out=S)
-                head.change(S, m[rows], r0, j0, buffers)
-                top = S.max()
-            if keep_maximum(head, S, top, m[rows], l[rows], O[rows]):
-                Q[rows, -1] = head.column(m[rows])
-            pairs = ~np.isneginf(S) if head.needs_care(V) else None
-            P = exp(S, out=S)
-        l[rows] += P @ np.ones(j1 - j0, P.dtype)
-        if head.dropout is not None:
-            buffers.keep_only(P, head.kept(r0, r1, j0, j1), 0)
-        O[rows] += product(P, V, pairs, out=buffers.empty("PV", r1 - r0, V.shape[1]))
+        take_in = take_in_small if is_small else take_in_any
+        for tile in tiles:
+            take_in(head, tile, rows.part(slice(tile.i0 - i0, tile.i1 - i0)), keys, buffers)
 
-    np.divide(m + log(l), units, out=lse)  # natural; -inf where nothing was seen
+    np.divide(m + head.base.log(l), head.base.units, out=lse)  # natural; -inf where nothing was seen
     if head.dropout is not None:
         l *= 1 - head.dropout
     l[l == 0] = 1  # a row that saw nothing: O is 0
     # dropout may take all weights of a row that is NaN: O is 0, and l is NaN
     np.divide(O, l[:, None], out=O, where=True if head.dropout is None else O != 0)
     np.copyto(out, O, casting="unsafe")
+
+
+def take_in_small(head: Head, tile: Tile, rows: Rows, keys: Keys, buffers: Buffers) -> None:
+    """One tile more, of scores so small that m is 0, may stay so, and needs no column.  rows: the tile's."""
+    S = buffers.empty("S", *tile.shape)
+    for run in tile.runs:
+        multiply(rows.Q[:, :-1], keys.of(run)[0][:-1], out=S[:, run.columns])
+    P = head.base.small_exp(S, out=S)
+    head.visible.hide(P, tile, 0, buffers)
+    add(head, tile, rows, keys, P, None, buffers)
+
+
+def take_in_any(head: Head, tile: Tile, rows: Rows, keys: Keys, buffers: Buffers) -> None:
+    """One tile more, of any scores: m is raised where they ask for it.  rows: the tile's."""
+    Q, m, l, O = rows
+    S = buffers.empty("S", *tile.shape)
+
+    def make_scores() -> float:
+        """Scores, above m.  Returns the largest."""
+        for run in tile.runs:
+            multiply(Q, keys.of(run)[0], out=S[:, run.columns])
+        head.change(S, m, tile, buffers)
+        return S.max()
+
+    top = make_scores()
+    if not top <= FAR[S.dtype.name] and forget(S, m, l, O):
+        Q[:, -1] = head.column(m)
+        top = make_scores()
+    if keep_maximum(head, S, top, m, l, O):
+        Q[:, -1] = head.column(m)
+    pairs = ~np.isneginf(S) if head.needs_care(keys.V) else None
+    P = head.base.exp(S, out=S)
+    add(head, tile, rows, keys, P, pairs, buffers)
+
+
+def add(
+    head: Head, tile: Tile, rows: Rows, keys: Keys, P: np.ndarray, pairs: np.ndarray | None, buffers: Buffers
+) -> None:
+    """Add a tile's weights P to l, and P V to O.  pairs: where P is of visible pairs, as in `product`."""
+    np.add(rows.l, P @ np.ones(P.shape[1], P.dtype), out=rows.l)
+    if head.dropout is not None:
+        buffers.keep_only(P, head.kept(tile), 0)
+    PV = buffers.like("PV", rows.O)
+    for run in tile.runs:
+        product(P[:, run.columns], keys.of(run)[1], part_of(pairs, run), out=PV)
+        np.add(rows.O, PV, out=rows.O)
 
 
 def start(head: Head, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -201,14 +249,15 @@ def raise_maximum(head: Head, S: np.ndarray, m: np.ndarray, l: np.ndarray, O: np
     O *= shrink[:, None]
 
 
-def query_tiles(problem: Problem, operands: Operands) -> list[QueryTile]:
-    """Every item; when causal, those that see most keys first, so that the short ones fill the end."""
+def items(problem: Problem, operands: Operands) -> list[Item]:
+    """All there is to do; when causal, what sees most keys first, so that the short items fill the end."""
     n_rows = operands.q.shape[0] * problem.len_q * problem.heads
-    size = tile_size(n_rows, N_ITEMS, TILE_Q, operands.block_mask and operands.block_mask.block_q)
-    tiles = [
-        QueryTile(sequence, h, i0, i1)
+    cell = 1 if operands.block_mask is None else cell_size(operands.block_mask.block_q)
+    size = tile_size(n_rows, N_ITEMS, TILE_Q, cell)
+    found = [
+        Item(sequence, h, i0, i1)
         for sequence in sequences(problem, operands)
         for h in range(problem.heads)
         for i0, i1 in cut(0, sequence.len_q, size)
     ]
-    return sorted(tiles, key=lambda tile: -tile.i0) if problem.causal else tiles
+    return sorted(found, key=lambda item: -item.i0) if problem.causal else found

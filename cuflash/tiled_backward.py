@@ -10,15 +10,7 @@ A tile of keys stays while the queries pass by: dK and dV of the tile are comple
 each step adds its share to dQ.  dQ is the one sum that several key tiles share.  They add in order,
 whichever thread they run in, so results repeat bit for bit.
 
-S, P, dP and dS lie in memory key by key (S.T is C-contiguous): a product is fastest with the longer side,
-here the keys, outermost.  np.matmul takes such an array as `out` without a copy.
-
-Source: Dao, "FlashAttention-2" (2023), algorithm 2.
-
-Tried (as in tiled.py; seconds on two cores, idle otherwise; PyTorch 2.13: 0.58 in the same run):
-- TILE_Q x TILE_KV 256 x 2048: 0.50, 256 x 1024: 0.54, 512 x 512: 0.54; S query by query, 1024 x 256: 0.56
-- of one thread, others running; PyTorch: 1.07, causal 0.62: base 2: 1.04, 0.60; base e: 1.05, 0.64;
-  TILE_Q 384: 1.01, 0.62
+Source: Dao, "FlashAttention-2" (2023), algorithm 2.  What was tried: kernels/ATTEMPTS.md.
 """
 
 from __future__ import annotations
@@ -31,24 +23,27 @@ import numpy as np
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence, sequences
 from cuflash.results import allocate_missing
+from cuflash.tiled_blocks import cell_size
 from cuflash.tiled_buffers import Buffers
-from cuflash.tiled_scores import FAST, Head, largest_norm, product
+from cuflash.tiled_products import largest_norm, multiply, product
+from cuflash.tiled_scores import FAST, Head
 from cuflash.tiled_sums import Sums
-from cuflash.tiled_visible import cut, tile_size
-from cuflash.tiled_workers import Queue, Turn, n_flop, run
+from cuflash.tiled_visible import Run, Tile, cut, part_of, tile_size
+from cuflash.tiled_workers import Queue, Turn, do_all, n_flop
 
 TILE_Q = 256
-TILE_KV = 2048  # key rows of an item, at most
+TILE_KV = 1024
+LOADED_KV = 2 * TILE_KV  # key rows of an item, at most
 SMALL = 40  # |q| |k| up to which no exponential of S - lse is 0 or denormal, which take long
 N_ITEMS = 16  # a small problem is cut into about so many items: work for that many threads
 
 
-class KeyTile(NamedTuple):
-    """What one item owns: keys [j0, j1) of one key head, seen by all query heads that share it."""
+class Item(NamedTuple):
+    """What one thread does at a time: keys [j0, j1) of one key head, for all query heads that share it."""
 
     sequence: Sequence
     h_k: int
-    number: int  # of the tile in its sequence
+    number: int  # of the item in its sequence
     j0: int
     j1: int
 
@@ -57,126 +52,200 @@ def backward(problem: Problem, operands: Operands) -> dict[str, np.ndarray]:
     """Gradients by name of a checked call, in canonical views: see Operands.
 
     problem, operands: as cuflash.check.check makes them, with NumPy arrays.  Gradients for which
-    operands.grads holds an array are written there.  operands.progress(done, total) counts key tiles.
+    operands.grads holds an array are written there.  operands.progress(done, total) counts items.
     """
     allocate_missing(problem, operands, np)
     if problem.packed or problem.has_key_lengths or not problem.heads:
         for name in ("dk", "dv"):
             operands.grads[name][...] = 0  # rows that belong to no sequence, or that no head looks at
-    tiles = key_tiles(problem, operands) if problem.heads else []
-    sums = Sums(problem, operands, n_tiles=1 + max((tile.number for tile in tiles), default=0))
+    to_do = items(problem, operands) if problem.heads else []
+    sums = Sums(problem, operands, n_items=1 + max((item.number for item in to_do), default=0))
 
     def make_rows_worker() -> Callable:
         buffers = Buffers(problem.accumulator)
-        return lambda _turn, place: sums.start_rows(Head(problem, operands, *place), buffers)
+        return lambda _turn, place: sums.start_rows(Head(problem, operands, *place, FAST), buffers)
 
     def make_worker() -> Callable:
         buffers = Buffers(problem.accumulator)
 
-        def do(turn: Turn, tile: KeyTile) -> None:
-            group = range(tile.h_k * problem.group, (tile.h_k + 1) * problem.group)
-            heads = [Head(problem, operands, tile.sequence, h, FAST) for h in group]
-            differentiate(heads, tile, turn, sums, buffers)
+        def do(turn: Turn, item: Item) -> None:
+            group = range(item.h_k * problem.group, (item.h_k + 1) * problem.group)
+            heads = [Head(problem, operands, item.sequence, h, FAST) for h in group]
+            differentiate(heads, item, turn, sums, buffers)
 
         return do
 
     heads = [(sequence, h) for sequence in sequences(problem, operands) for h in range(problem.heads)]
-    run(Queue(heads), make_rows_worker, n_flop(problem, 3, 2) / 1000)
-    run(Queue(tiles, sums.shared_by), make_worker, n_flop(problem, 3, 2), operands.progress)
+    do_all(Queue(heads), make_rows_worker, n_flop(problem, 3, 2) / 1000)
+    do_all(Queue(to_do, sums.shared_by), make_worker, n_flop(problem, 3, 2), operands.progress)
     sums.finish()
     return {name: operands.grads[name] for name in problem.gradients}
 
 
-def differentiate(heads: list[Head], tile: KeyTile, turn: Turn, sums: Sums, buffers: Buffers) -> None:
-    """One tile of keys: the loop over query tiles.  Writes its dk and dv, adds to everything else."""
-    first, j0, j1 = heads[0], tile.j0, tile.j1  # what heads of a group share is read from the first
-    scale, dropout, softcap = first.number(first.problem.scale), first.dropout, first.problem.softcap
-    dim, dim_v = first.k.shape[1], first.v.shape[1]
-    tile_K = buffers.load_with("K", first.k[j0:j1], 1, 1)  # [K, 1, 1]
-    tile_V = buffers.load_with("V", first.v[j0:j1], 1)  # [V, 1]
-    needs_care, longest_k = first.needs_care(tile_K, tile_V), largest_norm(tile_K[:, :dim])
-    dK = buffers.zeros("dK", j1 - j0, dim)
-    dV = buffers.zeros("dV", j1 - j0, dim_v)
+def differentiate(heads: list[Head], item: Item, turn: Turn, sums: Sums, buffers: Buffers) -> None:
+    """One item: the loop over query tiles.  Writes its dk and dv, adds to everything else."""
+    keys = Keys(heads[0], item, sums, buffers)
+    for head, i0, i1, tiles in in_turn(query_tiles(heads, item), turn):
+        queries = keys.load(head, i0, i1)
+        for tile in tiles:
+            rows = queries.part(slice(tile.i0 - i0, tile.i1 - i0))
+            P, tanh, pairs = keys.weights(head, tile, rows)
+            keys.add(head, tile, rows, P, tanh, pairs)
+    keys.store()
 
-    for head, i0, i1, c0, c1 in in_turn(query_tiles(heads, j0, j1), turn):
-        keys = slice(c0 - j0, c1 - j0)  # those that one of the queries sees
-        K, V = tile_K[keys], tile_V[keys]
-        m, delta = sums.m[head.per_query][i0:i1], sums.delta[head.per_query][i0:i1]
-        Q = buffers.load_with("Q", head.q[i0:i1], *head.columns(m), factor=head.q_factor)  # [scale Q, -lse]
-        dO = buffers.load_with("dO", sums.dout[head.query_rows][i0:i1], -delta if dropout is None else 0)
 
-        S = np.matmul(Q, K.T, out=buffers.by_key("S", i1 - i0, c1 - c0))
-        takes_care = needs_care or head.needs_care(Q[:, :dim], dO, delta)
-        is_small = head.is_plain and longest_k * largest_norm(Q[:, :dim]) <= SMALL
-        if is_small and not takes_care and not np.isnan(m).any():
-            tanh = pairs = None
-            P = head.base.small_exp(S.T, out=S.T).T
-            head.visible.hide(P, i0, c0, 0, buffers)
-        else:
-            tanh = head.change(S, m, i0, c0, buffers)  # scores, above lse
-            pairs = ~np.isneginf(S) if takes_care else None
-            P = head.base.exp(S.T, out=S.T).T
-        dP = np.matmul(dO, V.T, out=buffers.by_key("dP", i1 - i0, c1 - c0))  # dO V^T - delta
-        if dropout is not None:
-            kept = head.kept(i0, i1, c0, c1)
+class Queries(NamedTuple):
+    """Rows of queries, and what their weights are made with."""
+
+    Q: np.ndarray  # (n, head_dim + 2): [scale Q, -lse], in units of the base
+    dO: np.ndarray  # (n, head_dim_v + 1): [dO, -delta]
+    m: np.ndarray  # (n,): lse
+    delta: np.ndarray  # (n,)
+    is_small: bool  # no exponential needs care, and
+    is_finite: bool  # no NaN or infinity can meet the 0 of a hidden pair
+
+    def part(self, rows: slice) -> Queries:
+        return Queries(*(array[rows] for array in self[:4]), *self[4:])
+
+
+class Keys:
+    """The keys of an item, and their gradients so far.
+
+    | field | shape | |
+    |---|---|---|
+    | K, dK | (n, head_dim) | |
+    | K_T | (head_dim + 2, n) | [K, 1, 1]^T |
+    | V_T | (head_dim_v + 1, n) | [V, 1]^T |
+    | dV | (n, head_dim_v) | |
+    """
+
+    def __init__(self, first: Head, item: Item, sums: Sums, buffers: Buffers):
+        self.first, self.item, self.sums, self.buffers = first, item, sums, buffers  # first of its group
+        self.own = slice(item.j0, item.j1)
+        self.K, V = buffers.load("K", first.k[self.own]), buffers.load("V", first.v[self.own])
+        self.K_T = buffers.transposed("K^T", self.K, n_ones=2)
+        self.V_T = buffers.transposed("V^T", V, n_ones=1)
+        self.dK, self.dV = buffers.zeros("dK", *self.K.shape), buffers.zeros("dV", *V.shape)
+        self.is_finite, self.longest = not first.needs_care(self.K, V), largest_norm(self.K)
+
+    def of(self, run: Run) -> slice:
+        """Where the keys of a run lie."""
+        return slice(run.j0 - self.item.j0, run.j1 - self.item.j0)
+
+    def load(self, head: Head, i0: int, i1: int) -> Queries:
+        """Queries [i0, i1) of one head."""
+        m, delta = self.sums.m[head.per_query][i0:i1], self.sums.delta[head.per_query][i0:i1]
+        minus_m = self.sums.minus_m[:, *head.per_query][:, i0:i1]
+        Q = self.buffers.load("Q", head.q[i0:i1], *minus_m, factor=head.q_factor)
+        minus_delta = -delta if head.dropout is None else 0  # else it comes after dropout
+        dO = self.buffers.load("dO", self.sums.dout[head.query_rows][i0:i1], minus_delta)
+        is_finite = self.is_finite and not head.needs_care(Q[:, :-2], dO, delta)
+        is_small = head.is_plain and self.longest * largest_norm(Q[:, :-2]) <= SMALL
+        return Queries(Q, dO, m, delta, is_small and is_finite and not np.isnan(m).any(), is_finite)
+
+    def weights(
+        self, head: Head, tile: Tile, rows: Queries
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """P of a tile, and for `add` the tanh of a softcap, and where pairs are visible if that matters."""
+        S = self.buffers.empty("S", *tile.shape)
+        for run in tile.runs:
+            multiply(rows.Q, self.K_T[:, self.of(run)], out=S[:, run.columns])
+        if rows.is_small:
+            P = head.base.small_exp(S, out=S)
+            head.visible.hide(P, tile, 0, self.buffers)
+            return P, None, None
+        tanh = head.change(S, rows.m, tile, self.buffers)  # scores, above lse
+        pairs = None if rows.is_finite else ~np.isneginf(S)
+        return head.base.exp(S, out=S), tanh, pairs
+
+    def add(
+        self,
+        head: Head,
+        tile: Tile,
+        rows: Queries,
+        P: np.ndarray,
+        tanh: np.ndarray | None,
+        pairs: np.ndarray | None,
+    ) -> None:
+        """What the weights P of a tile add to the gradients."""
+        buffers = self.buffers
+        dP = buffers.empty("dP", *tile.shape)
+        for run in tile.runs:
+            multiply(rows.dO, self.V_T[:, self.of(run)], out=dP[:, run.columns])  # dO V^T - delta
+        if head.dropout is not None:
+            kept = head.kept(tile)
             buffers.keep_only(dP, kept, 0)
-            dP /= 1 - dropout
-            dP -= delta[:, None]
+            dP /= 1 - head.dropout
+            dP -= rows.delta[:, None]
         dS = np.multiply(P, dP, out=dP)
         if pairs is not None:
             np.copyto(dS, 0, where=~pairs)
-        sums.add_to_options(head, dS, i0, c0, tile.number, buffers)
-        if softcap is not None:
+        self.sums.add_to_options(head, dS, tile, self.item.number, buffers)
+        if tanh is not None:
             head.differentiate_softcap(dS, tanh, pairs)
-        if dropout is not None:
+        if head.dropout is not None:
             buffers.keep_only(P, kept, 0)
 
-        pairs_T = None if pairs is None else pairs.T
-        dV[keys] += product(P.T, dO[:, :dim_v], pairs_T, out=buffers.empty("P^T dO", c1 - c0, dim_v))
-        dK[keys] += product(dS.T, Q[:, :dim], pairs_T, out=buffers.empty("dS^T Q", c1 - c0, dim))
-        dQ = product(dS, K[:, :dim], pairs, out=buffers.empty("dS K", i1 - i0, dim))
-        sums.dq[head.query_rows][i0:i1] += np.multiply(dQ, scale, out=dQ)
+        dq, scale = self.sums.dq[head.query_rows][tile.i0 : tile.i1], head.number(head.problem.scale)
+        for run in tile.runs:
+            j, seen = self.of(run), part_of(pairs, run)
+            seen_T = None if seen is None else seen.T
+            P_run, dS_run = P[:, run.columns], dS[:, run.columns]
+            self.dV[j] += product(P_run.T, rows.dO[:, :-1], seen_T, buffers.like("P^T dO", self.dV[j]))
+            self.dK[j] += product(dS_run.T, rows.Q[:, :-2], seen_T, buffers.like("dS^T Q", self.dK[j]))
+            dQ = product(dS_run, self.K[j], seen, buffers.like("dS K", dq))
+            dq += np.multiply(dQ, scale, out=dQ)
 
-    if not first.folds_m:  # else Q was loaded as scale Q, in units of the base
-        dK *= scale
-    elif first.base.units != 1:
-        dK /= first.number(first.base.units)
-    if dropout is not None:
-        dV /= 1 - dropout
-    np.copyto(sums.grads["dk"][first.key_rows][j0:j1], dK, casting="unsafe")
-    np.copyto(sums.grads["dv"][first.key_rows][j0:j1], dV, casting="unsafe")
-
-
-def query_tiles(heads: list[Head], j0: int, j1: int) -> list[tuple[Head, int, int, int, int]]:
-    """The steps of keys [j0, j1): (head, i0, i1, c0, c1), queries [i0, i1) that see keys [c0, c1) of them.
-
-    From the last queries to the first, of all heads together: the order that `in_turn` and Queue count on.
-    """
-    steps = [(head, *tile) for head in heads for tile in head.visible.query_tiles(j0, j1, TILE_Q)]
-    return sorted(steps, key=lambda step: -step[2])
+    def store(self) -> None:
+        """Write dk and dv, which are complete."""
+        first, dK, dV = self.first, self.dK, self.dV
+        if not first.folds_m:  # else Q was loaded as scale Q, in units of the base
+            dK *= first.number(first.problem.scale)
+        elif first.base.units != 1:
+            dK /= first.number(first.base.units)
+        if first.dropout is not None:
+            dV /= 1 - first.dropout
+        np.copyto(self.sums.grads["dk"][first.key_rows][self.own], dK, casting="unsafe")
+        np.copyto(self.sums.grads["dv"][first.key_rows][self.own], dV, casting="unsafe")
 
 
 def in_turn(steps: list[tuple], turn: Turn) -> Iterator[tuple]:
     """The steps, each when its item may add to the rows [i0, i1) of the sums that it shares with others."""
-    ends = [i1 for _, _, i1, _, _ in steps[1:]] + [0]
+    ends = [i1 for _, _, i1, _ in steps[1:]] + [0]
     for step, next_end in zip(steps, ends, strict=False):
         turn.wait_for(step[1])
         yield step
         turn.passed(next_end)
 
 
-def key_tiles(problem: Problem, operands: Operands) -> list[KeyTile]:
-    """Every item: the first tiles of all heads, then the second ones, ...
+def query_tiles(heads: list[Head], item: Item) -> list[tuple[Head, int, int, list[Tile]]]:
+    """The steps of an item: (head, i0, i1, tiles) of queries [i0, i1).
+
+    From the last queries to the first, of all heads together: the order that `in_turn` and Queue count on.
+    """
+    size = TILE_Q if heads[0].visible.block_mask is None else 2 * TILE_Q
+    steps = [
+        (head, *step)
+        for head in heads
+        for step in head.visible.query_tiles(item.j0, item.j1, size, TILE_Q * TILE_KV)
+    ]
+    return sorted(steps, key=lambda step: -step[2])
+
+
+def items(problem: Problem, operands: Operands) -> list[Item]:
+    """All there is to do: the first tiles of all heads, then the second ones, ...
 
     Neighbours in the queue then add to different dQ; and when causal, the tiles that most queries see come
     first, and the short ones fill the end.
     """
     n_rows = operands.k.shape[0] * problem.len_k * problem.heads_k
-    size = tile_size(n_rows, N_ITEMS, TILE_KV, operands.block_mask and operands.block_mask.block_k)
-    tiles = [
-        KeyTile(sequence, h_k, number, j0, j1)
+    block_mask = operands.block_mask
+    cell = 1 if block_mask is None else cell_size(block_mask.block_k)
+    size = tile_size(n_rows, N_ITEMS, LOADED_KV, cell)
+    found = [
+        Item(sequence, h_k, number, j0, j1)
         for sequence in sequences(problem, operands)
         for h_k in range(problem.heads_k)
         for number, (j0, j1) in enumerate(cut(0, sequence.len_k, size))
     ]
-    return sorted(tiles, key=lambda tile: tile.number)
+    return sorted(found, key=lambda item: item.number)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+GAP = 16  # numbers between rows: were they a power of two apart, they would share few places in the cache
+
 
 class Buffers:
     """One thread's memory: named arrays, made once, handed out in the shape that a tile needs."""
@@ -24,13 +26,8 @@ class Buffers:
             flat = self._flat[name] = np.empty(rows * columns, self.dtype)
         return flat[: rows * columns].reshape(rows, columns)
 
-    def by_key(self, name: str, rows: int, columns: int) -> np.ndarray:
-        """(rows, columns) that lies in memory column by column: what the backward keeps a tile of S in."""
-        return self.empty(name, columns, rows).T
-
-    def like(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """An array with the shape of tile and its order in memory."""
-        return self.empty(name, *tile.shape) if tile.flags.c_contiguous else self.by_key(name, *tile.shape)
+    def like(self, name: str, array: np.ndarray) -> np.ndarray:
+        return self.empty(name, *array.shape)
 
     def zeros(self, name: str, rows: int, columns: int) -> np.ndarray:
         """(rows, columns) of 0."""
@@ -38,22 +35,25 @@ class Buffers:
         array[...] = 0
         return array
 
-    def load(self, name: str, x: np.ndarray) -> np.ndarray:
-        """x (n, dim) in the accumulation dtype."""
-        tile = self.empty(name, *x.shape)
-        np.copyto(tile, x, casting="unsafe")
-        return tile
-
-    def load_with(self, name: str, x: np.ndarray, *columns: Any, factor: float = 1.0) -> np.ndarray:
-        """[factor x, columns], (n, dim + 1 or 2), of x (n, dim): in the accumulation dtype, and wider."""
+    def load(self, name: str, x: np.ndarray, *columns: Any, factor: float = 1.0) -> np.ndarray:
+        """[factor x, columns], (n, dim + len(columns)), of x (n, dim): in the accumulation dtype."""
         n, dim = x.shape
         tile = self.empty(name, n, dim + len(columns))
-        np.copyto(tile[:, :dim], x, casting="unsafe")
-        if factor != 1:
-            tile[:, :dim] *= self.dtype.type(factor)
+        if factor == 1:
+            np.copyto(tile[:, :dim], x, casting="unsafe")
+        else:
+            np.multiply(x, self.dtype.type(factor), out=tile[:, :dim], dtype=self.dtype)
         for number, column in enumerate(columns, dim):
             tile[:, number] = column
         return tile
+
+    def transposed(self, name: str, tile: np.ndarray, n_ones: int) -> np.ndarray:
+        """[tile, 1, ...]^T, (dim + n_ones, n), of a loaded tile (n, dim), with so many rows of ones."""
+        n, dim = tile.shape
+        turned = self.empty(name, dim + n_ones, n + GAP)[:, :n]
+        turned[:dim] = tile.T
+        turned[dim:] = 1
+        return turned
 
     def keep_only(self, tile: np.ndarray, kept: np.ndarray, value: float) -> None:
         """Write value into tile wherever kept (boolean, it broadcasts) is False; exact for NaN too.
@@ -62,7 +62,7 @@ class Buffers:
         tile = tile & m | value & ~m, with m all ones where kept.
         """
         whole = np.dtype(f"i{self.dtype.itemsize}")
-        bits, m = tile.view(whole), self.like("mask", tile).view(whole)
+        bits, m = tile.view(whole), self.empty("mask", *tile.shape).view(whole)
         np.copyto(m, kept)
         np.negative(m, out=m)
         bits &= m

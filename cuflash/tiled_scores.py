@@ -6,7 +6,7 @@ A product does more than multiply.  A tile is loaded with one more column, and
 
 come out with the row's number subtracted: one column of 65 is cheaper than a pass over the tile.
 
-Everything speaks in positions inside the sequence: queries from i0, keys from j0.  So do the kernels
+Everything speaks in positions inside the sequence, i of a query and j of a key.  So do the kernels
 (kernels/lib/score.cuh): read either beside the other.
 """
 
@@ -23,7 +23,7 @@ from cuflash.philox import dropout_keep
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence
 from cuflash.tiled_buffers import Buffers
-from cuflash.tiled_visible import Visible, cut, part, plane
+from cuflash.tiled_visible import Run, Tile, Visible, cut, part, plane
 
 
 class Base(NamedTuple):
@@ -115,32 +115,30 @@ class Head:
         high = exact.astype(self.number)
         return high, np.where(np.isinf(exact), 0, exact - high)
 
-    def change(self, S: np.ndarray, m: np.ndarray, i0: int, j0: int, buffers: Buffers) -> np.ndarray | None:
+    def change(self, S: np.ndarray, m: np.ndarray, tile: Tile, buffers: Buffers) -> np.ndarray | None:
         """From the product to the score above m, in place: softcap, ALiBi, bias, masks, in this order.
 
         S (n_queries, n_keys): [Q, column(m)] [K, 1]^T.  m (n_queries,).  Returns the tanh of the softcap,
         from which the backward takes the derivative; None without one.
         """
-        i1, j1 = i0 + S.shape[0], j0 + S.shape[1]
         is_nan, tanh = np.isnan(m), None
         if not self.folds_m:
             S *= self.number(self.problem.scale)
         if self.problem.softcap is not None:
             S /= self.number(self.problem.softcap)
-            tanh = np.tanh(S, out=buffers.like("tanh", S))
+            tanh = np.tanh(S, out=buffers.empty("tanh", *S.shape))
             np.multiply(tanh, self.number(self.problem.softcap), out=S)
         if not self.folds_m:
             S -= np.where(is_nan, 0, m)[:, None]
-        if self.slope is not None:
-            distance = self.distance(i0, j0, buffers.like("distance", S))
-            distance *= self.number(self.slope)
-            S -= distance
-        if self.bias is not None:
-            tile = part(self.bias, i0, i1, j0, j1)
-            bias = buffers.like("bias", S) if tile.shape == S.shape else buffers.empty("bias", *tile.shape)
-            np.copyto(bias, tile, casting="unsafe")
-            S += bias
-        self.visible.hide(S, i0, j0, -np.inf, buffers)
+        for run in tile.runs:
+            if self.slope is not None:
+                distance = self.distance(tile, run, buffers)
+                distance *= self.number(self.slope)
+                S[:, run.columns] -= distance
+            if self.bias is not None:
+                bias = part(self.bias, tile.i0, tile.i1, run.j0, run.j1)
+                S[:, run.columns] += buffers.load("bias", bias)
+        self.visible.hide(S, tile, -np.inf, buffers)
         if is_nan.any():  # every weight of such a row is NaN, but a hidden pair has no weight
             np.copyto(S, np.nan, where=is_nan[:, None] & ~np.isneginf(S))
         return tanh
@@ -157,39 +155,21 @@ class Head:
         """May the 0 of a hidden pair meet a NaN or an infinity of these arrays?  `product` must know."""
         return self.has_holes and not all(np.isfinite(x).all() for x in arrays)
 
-    def distance(self, i0: int, j0: int, out: np.ndarray) -> np.ndarray:
-        """|i + offset - j|, what a slope is multiplied by, for the tile `out` that starts at (i0, j0)."""
+    def distance(self, tile: Tile, run: Run, buffers: Buffers) -> np.ndarray:
+        """|i + offset - j|, what a slope is multiplied by, of one run of a tile."""
+        out = buffers.empty("distance", tile.i1 - tile.i0, run.j1 - run.j0)
         i, j = np.arange(out.shape[0]), np.arange(out.shape[1])
-        # relative to the tile's corner: small whole numbers, and large offsets, are exact in float32
-        i = (i + (i0 + self.sequence.offset - j0)).astype(out.dtype)
+        # relative to the run's corner: small whole numbers, and large offsets, are exact in float32
+        i = (i + (tile.i0 + self.sequence.offset - run.j0)).astype(out.dtype)
         np.subtract(i[:, None], j.astype(out.dtype), out=out)
         return np.abs(out, out=out)
 
-    def kept(self, i0: int, i1: int, j0: int, j1: int) -> np.ndarray:
+    def kept(self, tile: Tile) -> np.ndarray:
         """The weights that dropout leaves: bool (n_queries, n_keys)."""
-        kept = np.empty((i1 - i0, j1 - j0), bool)
-        j = np.arange(j0, j1)
-        for r0, r1 in cut(i0, i1, max(1, 2**17 // len(j))):  # Philox's temporaries should stay in the cache
+        kept = np.empty(tile.shape, bool)
+        j = np.concatenate([np.arange(run.j0, run.j1) for run in tile.runs])
+        for r0, r1 in cut(tile.i0, tile.i1, max(1, 2**17 // len(j))):  # Philox's temporaries: in the cache
             i = np.arange(r0, r1)
             at = (self.operands.seed, self.dropout, self.sequence.b, self.h, i, j)
-            kept[r0 - i0 : r1 - i0] = dropout_keep(*at, self.operands.counter_shift)
+            kept[r0 - tile.i0 : r1 - tile.i0] = dropout_keep(*at, self.operands.counter_shift)
         return kept
-
-
-def largest_norm(x: np.ndarray) -> float:
-    """Length of the longest row of x (n, dim)."""
-    return math.sqrt(np.vecdot(x, x).max())
-
-
-def product(weights: np.ndarray, x: np.ndarray, pairs: np.ndarray | None, out: np.ndarray) -> np.ndarray:
-    """weights (n, m) @ x (m, dim), written to out, over visible pairs: nothing is taken from a hidden NaN.
-
-    pairs (n, m): True where visible; None when all is finite, and the 0 of a hidden pair is enough.
-    """
-    if pairs is None:
-        return np.matmul(weights, x, out=out)
-    is_finite = np.isfinite(x).all(axis=1)
-    np.matmul(weights, np.where(is_finite[:, None], x, 0), out=out)
-    for row in np.flatnonzero(~is_finite):
-        out += np.where(pairs[:, row, None], weights[:, row, None] * x[row], 0)
-    return out

@@ -14,7 +14,7 @@ import numpy as np
 from cuflash.problem import Operands, Problem
 from cuflash.tiled_buffers import Buffers
 from cuflash.tiled_scores import Head
-from cuflash.tiled_visible import cut, part, plane
+from cuflash.tiled_visible import Tile, cut, part, plane
 
 ROWS = 1024  # rows of dO and O taken at once for delta
 
@@ -25,19 +25,21 @@ class Sums:
     | field | shape | |
     |---|---|---|
     | m | as lse | lse; +inf where a row sees nothing, so that its P is 0 |
+    | minus_m | (2, as lse) | the columns of Q that subtract it: `Head.columns` |
     | delta | as lse | rowsum(dO * O) - dlse |
     | dq | as q | the result itself when it has this dtype |
     | dbias | as bias | the result itself when it has this dtype |
-    | dbias, bias having one row | (batch, heads, 1, n_keys or n_tiles) | a place for each item |
-    | dslopes | (batch, heads, n_tiles) | a place for each item |
+    | dbias, bias having one row | (batch, heads, 1, n_keys or n_items) | a place for each item |
+    | dslopes | (batch, heads, n_items) | a place for each item |
     | dsink | (batch, heads) | a place for each head |
     """
 
-    def __init__(self, problem: Problem, operands: Operands, n_tiles: int):
+    def __init__(self, problem: Problem, operands: Operands, n_items: int):
         self.problem, self.operands = problem, operands
         self.grads, self.dout = operands.grads, operands.dout
         dtype = np.dtype(problem.accumulator)
         self.m = np.empty(operands.lse.shape, dtype)
+        self.minus_m = np.empty((2, *operands.lse.shape), dtype)
         self.delta = np.empty(operands.lse.shape, dtype)
 
         self.dq = self.grads["dq"]
@@ -51,12 +53,12 @@ class Sums:
         if problem.bias is not None:
             self.bias_has_rows = operands.bias.shape[2] != 1
             n_keys = operands.bias.shape[3]
-            one_row = (*places, 1, n_keys if n_keys != 1 else n_tiles)
+            one_row = (*places, 1, n_keys if n_keys != 1 else n_items)
             is_result = self.bias_has_rows and self.grads["dbias"].dtype == dtype
             shape = operands.bias.shape if self.bias_has_rows else one_row
             self.dbias = self.grads["dbias"] if is_result else np.empty(shape, dtype)
             self.dbias[...] = 0
-        self.dslopes = np.zeros((*places, n_tiles), dtype) if problem.has_alibi else None
+        self.dslopes = np.zeros((*places, n_items), dtype) if problem.has_alibi else None
         self.dsink = np.zeros(places, dtype) if problem.has_sink else None
 
     def shared_by(self, tile: Any) -> Hashable:
@@ -73,6 +75,8 @@ class Sums:
         m, delta = self.m[head.per_query], self.delta[head.per_query]
         np.copyto(m, operands.lse[head.per_query])
         m[m == -np.inf] = np.inf
+        for place, column in zip(self.minus_m, head.columns(m), strict=True):
+            place[head.per_query] = column
         for i0, i1 in cut(0, len(m), ROWS):
             O = buffers.load("O", operands.out[head.query_rows][i0:i1])  # noqa: E741
             dO = buffers.load("dO", operands.dout[head.query_rows][i0:i1])
@@ -85,23 +89,23 @@ class Sums:
             P_sink = np.exp(operands.sink[head.h] - m)
             self.dsink[head.sequence.b, head.h] = -np.sum(P_sink * delta)
 
-    def add_to_options(
-        self, head: Head, dS: np.ndarray, i0: int, j0: int, tile_number: int, buffers: Buffers
-    ) -> None:
-        """Add a tile of dS, queries from i0 and keys from j0, to the gradients of bias and ALiBi slopes."""
+    def add_to_options(self, head: Head, dS: np.ndarray, tile: Tile, number: int, buffers: Buffers) -> None:
+        """Add dS of a tile, of the item with this number, to the gradients of bias and ALiBi slopes."""
         b, h = head.sequence.b, head.h
-        if self.problem.bias is not None:
-            has_keys = self.operands.bias.shape[3] != 1
-            share = dS if has_keys else dS.sum(axis=1, keepdims=True)
-            if self.bias_has_rows:
-                part(plane(self.dbias, b, h), i0, i0 + dS.shape[0], j0, j0 + dS.shape[1])[...] += share
-            else:
-                column = j0 if has_keys else tile_number
-                self.dbias[b, h, 0, column : column + share.shape[1]] += share.sum(axis=0)
-        if self.dslopes is not None:
-            distance = head.distance(i0, j0, buffers.like("distance", dS))
-            distance *= dS
-            self.dslopes[b, h, tile_number] -= distance.sum()
+        for run in tile.runs:
+            dS_run = dS[:, run.columns]
+            if self.problem.bias is not None:
+                has_keys = self.operands.bias.shape[3] != 1
+                share = dS_run if has_keys else dS_run.sum(axis=1, keepdims=True)
+                if self.bias_has_rows:
+                    part(plane(self.dbias, b, h), tile.i0, tile.i1, run.j0, run.j1)[...] += share
+                else:
+                    column = run.j0 if has_keys else number
+                    self.dbias[b, h, 0, column : column + share.shape[1]] += share.sum(axis=0)
+            if self.dslopes is not None:
+                distance = head.distance(tile, run, buffers)
+                distance *= dS_run
+                self.dslopes[b, h, number] -= distance.sum()
 
     def finish(self) -> None:
         """Write the results that were added up elsewhere."""

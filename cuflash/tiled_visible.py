@@ -7,15 +7,39 @@ all (the others are never computed), and which pairs of such a tile are hidden.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence
+from cuflash.tiled_blocks import Cells, kept_blocks, pairs_are_whole
 from cuflash.tiled_buffers import Buffers
 
-GRAIN = 64  # rows or keys: a narrower tile costs more per pair than the hidden pairs that it leaves out
+LONGEST_RUN = 1024  # keys: the small products of tiled_products.py would get too small over more of them
+
+
+class Run(NamedTuple):
+    """Keys [j0, j1) of a tile, which lie in these columns of it."""
+
+    j0: int
+    j1: int
+    columns: slice
+
+
+class Tile(NamedTuple):
+    """What is computed at once: queries [i0, i1) and keys of which they see something, run beside run.
+
+    Without a block mask the runs are one piece.
+    """
+
+    i0: int
+    i1: int
+    runs: tuple[Run, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.i1 - self.i0, self.runs[-1].columns.stop
 
 
 class Visible:
@@ -31,8 +55,9 @@ class Visible:
         self.last = None if right is None else sequence.offset + right
         self.mask = plane(operands.mask, sequence.b, h) if problem.has_mask else None
         self.block_mask = operands.block_mask
+        self.cuts_blocks = self.block_mask is not None and not pairs_are_whole(self.block_mask)
         # can `hide` find anything to do?
-        self.has_holes = any(x is not None for x in (self.first, self.last, self.mask, self.block_mask))
+        self.has_holes = self.cuts_blocks or any(x is not None for x in (self.first, self.last, self.mask))
 
     def keys_of(self, i0: int, i1: int) -> tuple[int, int]:
         """Keys [begin, end): those that positions leave to at least one of the queries [i0, i1)."""
@@ -48,71 +73,75 @@ class Visible:
         end = len_q if self.first is None else min(j1 - self.first, len_q)
         return begin, max(begin, end)
 
-    def key_tiles(self, i0: int, i1: int, size: int) -> list[tuple[int, int, int, int]]:
-        """What queries [i0, i1) see, in tiles (r0, r1, j0, j1) of at most `size` keys, ascending.
+    def key_tiles(self, i0: int, i1: int, size: int, area: int) -> list[tuple[int, int, list[Tile]]]:
+        """What queries [i0, i1) see: (j0, j1, tiles) of keys [j0, j1), at most `size` of them, ascending.
 
-        Of a tile of keys [j0, j1) they see something only in rows [r0, r1).
+        area: pairs of a tile, at most.
         """
+        begin, end = self.keys_of(i0, i1)
+        cells = None if self.block_mask is None else self._cells((i0, i1), (begin, end))
+        spans = [(begin, end)] if cells is None else cells.spans_of_keys(begin, end)
+        found = [(j0, j1, self._tiles(cells, i0, i1, j0, j1, area)) for j0, j1 in pieces(spans, size)]
+        return [step for step in found if step[2]]
+
+    def query_tiles(self, j0: int, j1: int, size: int, area: int) -> list[tuple[int, int, list[Tile]]]:
+        """What keys [j0, j1) are seen by: (i0, i1, tiles) of queries [i0, i1), as in `key_tiles`."""
+        begin, end = self.queries_of(j0, j1)
+        cells = None if self.block_mask is None else self._cells((begin, end), (j0, j1))
+        spans = [(begin, end)] if cells is None else cells.spans_of_queries(begin, end)
+        found = [(i0, i1, self._tiles(cells, i0, i1, j0, j1, area)) for i0, i1 in pieces(spans, size)]
+        return [step for step in found if step[2]]
+
+    def _cells(self, queries: tuple[int, int], keys: tuple[int, int]) -> Cells:
+        return Cells(self.block_mask, self.sequence.b, self.h, queries, keys)
+
+    def _tiles(self, cells: Cells | None, i0: int, i1: int, j0: int, j1: int, area: int) -> list[Tile]:
+        """The tiles of queries [i0, i1) x keys [j0, j1)."""
         tiles = []
-        for j0, j1 in self._tiles(self.block_mask, (i0, i1), self.keys_of(i0, i1), size):
-            r0, r1 = self.queries_of(j0, j1)
-            tiles.append((max(r0, i0), min(r1, i1), j0, j1))
-        return [tile for tile in tiles if self._shows(*tile)]
+        begin, end = self.queries_of(j0, j1)
+        i0, i1 = max(i0, begin), min(i1, end)
+        for r0, r1 in [(i0, i1)] if cells is None else cells.rows(i0, i1):
+            begin, end = self.keys_of(r0, r1)
+            c0, c1 = max(j0, begin), min(j1, end)
+            if r0 >= r1 or c0 >= c1:
+                continue
+            widest = max(1, area // (r1 - r0))
+            runs = [(c0, c1)] if cells is None else cells.runs_of_keys(r0, c0, c1)
+            runs = pieces(runs, min(widest, LONGEST_RUN))
+            if self.mask is not None:
+                runs = [run for run in runs if part(self.mask, r0, r1, *run).any()]
+            tiles += [Tile(r0, r1, packed) for packed in side_by_side(runs, widest)]
+        return tiles
 
-    def query_tiles(self, j0: int, j1: int, size: int) -> list[tuple[int, int, int, int]]:
-        """What keys [j0, j1) are seen by, in tiles (i0, i1, c0, c1) of at most `size` queries, ascending.
+    def hide(self, array: np.ndarray, tile: Tile, value: float, buffers: Buffers) -> None:
+        """Write value into the hidden pairs of the tile: -inf into scores, 0 into weights."""
+        if self.has_holes:
+            for run in tile.runs:
+                self._hide(array[:, run.columns], tile.i0, run.j0, value, buffers)
 
-        A tile of queries [i0, i1) sees something only of keys [c0, c1).
-        """
-        tiles = []
-        transposed = self.block_mask and self.block_mask.transpose()
-        for i0, i1 in self._tiles(transposed, (j0, j1), self.queries_of(j0, j1), size):
-            c0, c1 = self.keys_of(i0, i1)
-            tiles.append((i0, i1, max(c0, j0), min(c1, j1)))
-        return [tile for tile in tiles if self._shows(*tile)]
-
-    def _shows(self, i0: int, i1: int, j0: int, j1: int) -> bool:
-        """Does the tile exist, and the boolean mask leave something of it?"""
-        return i0 < i1 and j0 < j1 and (self.mask is None or bool(part(self.mask, i0, i1, j0, j1).any()))
-
-    def _tiles(
-        self, block_mask: Any, own: tuple[int, int], seen: tuple[int, int], size: int
-    ) -> list[tuple[int, int]]:
-        """`seen` cut into tiles, without the blocks in which `own`, rows of the block mask, keep nothing."""
-        begin, end = seen
-        if block_mask is None or begin == end:
-            return cut(begin, end, size)
-        kept = kept_blocks(block_mask, self.sequence.b, self.h, own, seen).any(axis=0)
-        grain = max(1, GRAIN // block_mask.block_k)  # blocks taken together
-        kept = np.logical_or.reduceat(kept, np.arange(0, len(kept), grain))
-        is_edge = np.diff(kept, prepend=False, append=False)  # a run begins, a run ends, ...
-        edges = (begin // block_mask.block_k + np.flatnonzero(is_edge) * grain) * block_mask.block_k
-        runs = np.clip(edges, begin, end).reshape(-1, 2).tolist()
-        return [tile for run in runs for tile in cut(*run, size)]
-
-    def hide(self, tile: np.ndarray, i0: int, j0: int, value: float, buffers: Buffers) -> None:
-        """Write value into the hidden pairs of the tile at (i0, j0): -inf into scores, 0 into weights."""
-        i1, j1 = i0 + tile.shape[0], j0 + tile.shape[1]
+    def _hide(self, array: np.ndarray, i0: int, j0: int, value: float, buffers: Buffers) -> None:
+        i1, j1 = i0 + array.shape[0], j0 + array.shape[1]
         if self.last is not None:  # the corner of early queries and late keys
             end = min(max(j1 - 1 - self.last, i0), i1)
             start = min(max(i0 + self.last + 1, j0), j1)
             visible = triangle(end - i0, j1 - start, i0 + self.last - start)
-            np.copyto(tile[: end - i0, start - j0 :], value, where=~visible)
+            np.copyto(array[: end - i0, start - j0 :], value, where=~visible)
         if self.first is not None:  # the corner of late queries and early keys
             start = min(max(j0 - self.first + 1, i0), i1)
             end = min(max(i1 - 1 + self.first, j0), j1)
             hidden = triangle(i1 - start, end - j0, start + self.first - j0 - 1)
-            np.copyto(tile[start - i0 :, : end - j0], value, where=hidden)
+            np.copyto(array[start - i0 :, : end - j0], value, where=hidden)
         if self.mask is not None:
             visible = part(self.mask, i0, i1, j0, j1)
             if not visible.all():
-                buffers.keep_only(tile, visible, value)
-        if self.block_mask is not None:
+                buffers.keep_only(array, visible, value)
+        if self.cuts_blocks:
+            block_q, block_k = self.block_mask.block_q, self.block_mask.block_k
             kept = kept_blocks(self.block_mask, self.sequence.b, self.h, (i0, i1), (j0, j1))
             if not kept.all():
-                rows = np.arange(i0, i1) // self.block_mask.block_q - i0 // self.block_mask.block_q
-                columns = np.arange(j0, j1) // self.block_mask.block_k - j0 // self.block_mask.block_k
-                buffers.keep_only(tile, kept[rows[:, None], columns], value)
+                rows = np.arange(i0, i1) // block_q - i0 // block_q
+                columns = np.arange(j0, j1) // block_k - j0 // block_k
+                buffers.keep_only(array, kept[rows[:, None], columns], value)
 
 
 @functools.lru_cache(maxsize=8)
@@ -121,19 +150,21 @@ def triangle(n: int, m: int, k: int) -> np.ndarray:
     return np.tri(n, m, k, bool)
 
 
-def kept_blocks(
-    block_mask: Any, b: int, h: int, rows: tuple[int, int], columns: tuple[int, int]
-) -> np.ndarray:
-    """The blocks that rows x columns touch, True where kept: bool (n_block_rows, n_block_columns)."""
-    indptr = plane(block_mask.indptr, b, h)
-    row0, row1 = rows[0] // block_mask.block_q, (rows[1] - 1) // block_mask.block_q + 1
-    column0, column1 = columns[0] // block_mask.block_k, (columns[1] - 1) // block_mask.block_k + 1
-    kept = np.zeros((row1 - row0, column1 - column0), bool)
-    for row in range(row0, min(row1, len(indptr) - 1)):  # a mask may end before the keys do (transposed)
-        indices = block_mask.indices[indptr[row] : indptr[row + 1]]
-        first, last = np.searchsorted(indices, (column0, column1))
-        kept[row - row0, indices[first:last] - column0] = True
-    return kept
+def part_of(pairs: np.ndarray | None, run: Run) -> np.ndarray | None:
+    """The columns of a run, of an array of a tile or of None."""
+    return None if pairs is None else pairs[:, run.columns]
+
+
+def side_by_side(runs: list[tuple[int, int]], widest: int) -> list[tuple[Run, ...]]:
+    """The runs [j0, j1), in groups of at most `widest` keys."""
+    groups: list[list[Run]] = []
+    for j0, j1 in runs:
+        at = groups[-1][-1].columns.stop if groups else 0
+        if not groups or at + j1 - j0 > widest:
+            groups.append([])
+            at = 0
+        groups[-1].append(Run(j0, j1, slice(at, at + j1 - j0)))
+    return [tuple(group) for group in groups]
 
 
 def cut(begin: int, end: int, size: int) -> list[tuple[int, int]]:
@@ -141,15 +172,15 @@ def cut(begin: int, end: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, end)) for start in range(begin, end, size)]
 
 
-def tile_size(n_rows: int, n_items: int, largest: int, block: int | None = None) -> int:
-    """Rows of an item: n_rows over n_items, in 64s, from 128 to `largest`.
+def pieces(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Each of the spans, cut."""
+    return [piece for span in spans for piece in cut(*span, size)]
 
-    block: rows of a block of the block mask.  Then an item is one block row, for it computes what any of its
-    rows sees; a few of them where they are small.
-    """
-    if block is not None and block <= largest:
-        return block * max(1, GRAIN // block)
-    return min(max(-(-n_rows // (64 * n_items)) * 64, 128), largest)
+
+def tile_size(n_rows: int, n_items: int, largest: int, cell: int = 1) -> int:
+    """Rows of an item: n_rows over n_items, in 64s, from 128 to `largest`; whole cells of a block mask."""
+    size = min(max(-(-n_rows // (64 * n_items)) * 64, 128), largest)
+    return max(size // cell, 1) * cell if cell <= largest else size
 
 
 def plane(array: np.ndarray, b: int, h: int) -> np.ndarray:

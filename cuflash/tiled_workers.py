@@ -92,7 +92,7 @@ class Turn:
             self.queue.changed.notify_all()
 
 
-def run(
+def do_all(
     queue: Queue, make_worker: Callable[[], Callable[[Turn, Any], None]], flop: float, progress: Any = None
 ) -> None:
     """Do every item of the queue.

@@ -1,5 +1,6 @@
 """The NumPy path against the specification: contract, targets, threads, memory, progress, gradients."""
 
+import math
 import threading
 import tracemalloc
 
@@ -10,9 +11,19 @@ from problems import Build, covering_builds, list_of_calls
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 import cuflash
-from cuflash import BlockMask, Gradients, reference, tiled, tiled_backward, tiled_visible, tiled_workers
+from cuflash import (
+    BlockMask,
+    Gradients,
+    reference,
+    tiled,
+    tiled_backward,
+    tiled_blocks,
+    tiled_products,
+    tiled_workers,
+)
 from cuflash.check import check
-from cuflash.tiled_scores import NATURAL, product
+from cuflash.tiled_products import product
+from cuflash.tiled_scores import NATURAL
 from cuflash.tiled_visible import Visible
 
 BLAS = ThreadpoolController().select(user_api="blas")
@@ -62,7 +73,8 @@ def test_several_tiles_along_both_axes(options, monkeypatch):
     for module in (tiled, tiled_backward):
         monkeypatch.setattr(module, "TILE_Q", 32)
         monkeypatch.setattr(module, "TILE_KV", 16)
-    monkeypatch.setattr(tiled_visible, "GRAIN", 8)
+        monkeypatch.setattr(module, "LOADED_KV", 32)
+    monkeypatch.setattr(tiled_blocks, "GRAIN", 8)
     build = Build(head_dim=8, alibi=True, bias="same", mask="causal" in options, sink=True, dlse=True)
     for call in list_of_calls(6, seed=3, build=build, max_scores=2**15, extreme=False):
         call.options.update(options)
@@ -150,6 +162,50 @@ def test_dropout_takes_exactly_the_weights_of_dropout_mask():
     np.testing.assert_array_equal(out.transpose(0, 2, 1, 3) != 0, keep)
     np.testing.assert_allclose(out[out != 0], 1 / len_k / (1 - 0.37), rtol=1e-6)
     assert not np.array_equal(keep, cuflash.dropout_mask(2, heads, len_q, len_k, (0.37, 11)))
+
+
+# ---- products
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("small", [10, 400, 10**6])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (7, 3, 5), (24, 1, 7), (100, 8, 4), (61, 3, 11), (0, 3, 4), (9, 0, 4)]
+)
+def test_products_in_pieces_are_products(shape, small, dtype, monkeypatch):
+    """Whatever the number of rows at a time; of views, as tiles have them; nothing else is written."""
+    monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: True)
+    monkeypatch.setattr(tiled_products, "SMALL", small)
+    n, k, m = shape
+    rng = np.random.default_rng(0)
+    A, B = rng.integers(-9, 9, (n, k)).astype(dtype), rng.integers(-9, 9, (k, m)).astype(dtype)
+    wide_A, wide_B = np.pad(A, ((0, 0), (0, 2))), np.pad(B, ((0, 0), (1, 3)))
+    for left in (A, np.asfortranarray(A), wide_A[:, :k]):
+        for right in (B, wide_B[:, 1 : 1 + m]):
+            target = np.full((n, m + 4), np.nan, dtype)
+            got = tiled_products.multiply(left, right, out=target[:, 2 : 2 + m])
+            np.testing.assert_array_equal(target[:, 2 : 2 + m], A @ B)
+            assert np.isnan(target[:, :2]).all() and np.isnan(target[:, 2 + m :]).all()
+            assert np.shares_memory(got, target) or not got.size
+
+
+def test_rows_at_a_time(monkeypatch):
+    monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: True)
+    for n in (1, 5, 128, 256, 2048):
+        for flop in (0, 1, 64, 65 * 240, 65 * 1024, 66 * 2048, 10**6):
+            rows = tiled_products.small_rows(n, flop)
+            assert rows == n or (rows % 4 == 0 and rows < n and rows * flop <= tiled_products.SMALL)
+    monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: False)
+    assert tiled_products.small_rows(2048, 64 * 256) == 2048
+
+
+@pytest.mark.parametrize("small", [2000, 0])
+def test_any_blas(small, monkeypatch):
+    """0: products are whole, as where BLAS has no kernel for small ones."""
+    monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: bool(small))
+    monkeypatch.setattr(tiled_products, "SMALL", small)
+    for call in list_of_calls(4, seed=9, build=Build(head_dim=40, causal=True), max_scores=2**15):
+        check_call(call)
 
 
 # ---- targets
@@ -348,15 +404,17 @@ def n_computed(problem_options, len_q=1024, len_k=1024):
     visible = Visible(problem, operands, reference.sequences(problem, operands)[0], 0)
     forward = [
         tile
-        for item in tiled.query_tiles(problem, operands)
-        for tile in visible.key_tiles(item.i0, item.i1, tiled.TILE_KV)
+        for item in tiled.items(problem, operands)
+        for _, _, tiles in visible.key_tiles(item.i0, item.i1, tiled.TILE_KV, 2**18)
+        for tile in tiles
     ]
     backward = [
         tile
-        for item in tiled_backward.key_tiles(problem, operands)
-        for tile in visible.query_tiles(item.j0, item.j1, tiled_backward.TILE_Q)
+        for item in tiled_backward.items(problem, operands)
+        for _, _, tiles in visible.query_tiles(item.j0, item.j1, tiled_backward.TILE_Q, 2**18)
+        for tile in tiles
     ]
-    return [sum((i1 - i0) * (j1 - j0) for i0, i1, j0, j1 in tiles) for tiles in (forward, backward)]
+    return [sum(math.prod(tile.shape) for tile in tiles) for tiles in (forward, backward)]
 
 
 def test_hidden_tiles_are_not_computed():
