@@ -21,6 +21,7 @@ from cuflash.bench import (
     roofs,
     suites,
 )
+from cuflash.bench.shapes import Shape
 from cuflash.errors import CuflashError
 
 # ---- the command
@@ -237,10 +238,27 @@ def test_ncu_is_read():
     assert profile.parse("==ERROR== no rights") == []
 
 
+def test_several_kernels_go_through_one_ncu(monkeypatch, tmp_path):
+    fake, csv = tmp_path / "ncu", tmp_path / "csv"
+    csv.write_text(NCU.replace("{tensor}", "78.2"))
+    fake.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {csv}\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(profile, "find_ncu", lambda: str(fake))
+    (one,) = profile.profile({"fwd_02_tiled": SMALL, "fwd_05_pipeline": SMALL})
+    assert one.label == f"forward, {SMALL.label()}, float32"
+    asked = (tmp_path / "asked").read_text()
+    assert "regex:^(fwd_02_tiled|fwd_05_pipeline)" in asked
+    (given,) = [line for line in asked.splitlines() if "cuflash.bench.profile" in line]
+    shapes_ = json.loads(given[given.index("{") :])
+    assert {name: Shape.from_json(data) for name, data in shapes_.items()} == {
+        "fwd_02_tiled": SMALL, "fwd_05_pipeline": SMALL,
+    }  # fmt: skip
+
+
 def test_without_ncu_it_says_so(monkeypatch):
     monkeypatch.setattr(profile, "find_ncu", lambda: None)
     with pytest.raises(CuflashError, match="needs Nsight Compute"):
-        profile.profile("fwd_02_tiled", SMALL)
+        profile.profile({"fwd_02_tiled": SMALL})
 
 
 def test_what_ncu_says_is_passed_on(monkeypatch, tmp_path):
@@ -249,7 +267,7 @@ def test_what_ncu_says_is_passed_on(monkeypatch, tmp_path):
     fake.chmod(0o755)
     monkeypatch.setattr(profile, "find_ncu", lambda: str(fake))
     with pytest.raises(CuflashError, match="ERR_NVGPUCTRPERM"):
-        profile.profile("fwd_02_tiled", SMALL)
+        profile.profile({"fwd_02_tiled": SMALL})
 
 
 def test_roofs():

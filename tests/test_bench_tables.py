@@ -85,8 +85,9 @@ def test_the_ladder_says_what_was_predicted_and_what_limits(monkeypatch):
     record["results"][0]["lines"][0]["asked"] = "fwd_02_tiled"
     notes = {name: {"predicted": "600", "limiter": "by hand"} for name in ("fwd_02_tiled", "fwd_01_naive")}
     monkeypatch.setattr(markdown, "ladder_notes", lambda: notes)
-    one = {"kernel": "fwd_02_tiled", "limiter": "FMA (72 %)"}
-    profile = {"kind": "profile", "label": "d 64", "kernels": [one]}
+    one = {"kernel": "fwd_02_tiled", "limiter": "FMA (72 %)", "milliseconds": 2.0}
+    other = {"kernel": "fwd_02_tiled__pass", "limiter": "waiting", "milliseconds": 1.0}
+    profile = {"kind": "profile", "kernels": [one, other]}
     rows = markdown.render("ladder", [fake_record(**profile), record]).splitlines()
     tiled = next(row for row in rows if row.startswith("| `fwd_02_tiled`"))
     assert "| 600 | FMA (72 %) |" in tiled
@@ -113,12 +114,14 @@ def test_a_part_of_the_envelope_is_shown():
 
 
 def test_profiles_are_shown_with_their_limiter():
-    record = fake_record(kind="profile", label="d 64", kernels=[{
-        "kernel": "fwd_02_tiled", "utilisation": {"FMA": 72.4, "shared": 50.0}, "occupancy": 25.0,
+    record = fake_record(kind="profile", kernels=[{
+        "kernel": "fwd_02_tiled", "label": "d 64", "milliseconds": 1.5, "stalls": {"long_scoreboard": 0.4},
+        "utilisation": {"FMA": 72.4, "shared": 50.0}, "occupancy": 25.0,
         "dram_bytes": 2.5e9, "limiter": "FMA (72 %)",
     }])  # fmt: skip
     text = markdown.render("profile", [record])
-    assert "| `fwd_02_tiled` | d 64 |  |  | 72 % |" in text and "| 25 % | 2.50 | FMA (72 %) |" in text
+    assert "| `fwd_02_tiled` | d 64 | 1.50 |  |  | 72 % |" in text
+    assert "| 25 % | 2.50 | long scoreboard 40 % | FMA (72 %) |" in text
 
 
 def test_the_readmes_are_what_the_command_would_write(checkout):

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import cuflash
 from cuflash import devices, records
 from cuflash.bench import against, inputs, markdown, peers, plots, profile, report, shapes, suites
 from cuflash.bench.contenders import check_names
@@ -88,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument("--against", metavar="RECORD", help="list what became slower since")
     output.add_argument("--show", metavar="RECORD", help="print (and --plot) a record; measures nothing")
     output.add_argument("--tables", action="store_true", help="write the READMEs' tables from the records")
-    output.add_argument("--profile", metavar="KERNEL", help="counters of Nsight Compute for one kernel")
+    output.add_argument("--profile", type=words, metavar="A,B", help="counters of Nsight Compute for kernels")
     return top
 
 
@@ -271,22 +272,21 @@ def show_payload(data: dict[str, Any], out: Console) -> None:
 
 
 def profiled(options: argparse.Namespace, place: str, out: Console) -> int:
-    """`--profile KERNEL`: one table, one record."""
-    direction = profile.direction_of(options.profile)
+    """`--profile A,B`: one table, one record."""
+    directions = {kernel: profile.direction_of(kernel) for kernel in options.profile}
     if place == "cpu":
         raise CuflashError("bench --profile: counts on a CUDA GPU, and there is none here.")
-    shape = profile_shape(options, direction)
-    found = profile.profile(options.profile, shape)
-    out.print(f"{direction}, {shape.label()}, {shape.dtype}")
+    asked = {kernel: profile_shape(options, kernel, direction) for kernel, direction in directions.items()}
+    found = profile.profile(asked)
     units = list(profile.UTILISATION)
     table = report.table("kernel", ">ms", *(f">{unit} %" for unit in units), ">occupancy %", ">DRAM GB",
-                         ">registers", "limiter")  # fmt: skip
+                         ">registers", "limiter", "problem")  # fmt: skip
     for one in found:
         shares = (f"{one.utilisation[unit]:.0f}" if unit in one.utilisation else "" for unit in units)
         moved = None if one.dram_bytes is None else one.dram_bytes / 1e9
         occupancy = "" if one.occupancy is None else f"{one.occupancy:.0f}"
         table.add_row(one.kernel, report.digits(one.milliseconds), *shares, occupancy, report.digits(moved),
-                      str(one.registers or ""), one.limiter)  # fmt: skip
+                      str(one.registers or ""), one.limiter, one.label)  # fmt: skip
     out.print(table)
     for one in found:
         waits = ", ".join(
@@ -295,19 +295,20 @@ def profiled(options: argparse.Namespace, place: str, out: Console) -> int:
         if waits:
             out.print(f"{one.kernel}: warps wait for {waits}")
     if not options.no_record:
-        data = {
-            "label": shape.label(), "shape": shape.as_json(), "place": "gpu",
-            "kernels": [one.as_json() for one in found],
-        }  # fmt: skip
-        out.print(f"record: {records.write('profile', data, {options.profile}, options.record)}")
+        data = {"place": "gpu", "kernels": [one.as_json() for one in found]}
+        out.print(f"record: {records.write('profile', data, asked, options.record)}")
     return 0
 
 
-def profile_shape(options: argparse.Namespace, direction: str) -> Shape:
-    """The shape that the flags name, by default head_dim 128, length 4,096."""
+def profile_shape(options: argparse.Namespace, kernel: str, direction: str) -> Shape:
+    """What the flags name: by default length 4,096, head_dim 128, or 256 for what is chosen there."""
+    dtype, chosen = default_dtype("gpu"), {}
+    for dim in (128, 256):
+        q = cuflash.spec((4, 4096, 2048 // dim, dim), dtype)
+        chosen.setdefault(cuflash.explain(q, q, q, backward=direction == "backward").kernel, dim)
     made = shapes.grid(
-        (direction,), sizes_of(options), head_dims=(128,), lengths=(4096,), causal=(False,),
-        dtype=default_dtype("gpu"),
+        (direction,), sizes_of(options), head_dims=(chosen.get(kernel, 128),), lengths=(4096,),
+        causal=(False,), dtype=dtype,
     )  # fmt: skip
     return made[0]
 

@@ -160,9 +160,13 @@ def ladder_notes() -> dict[str, dict[str, str]]:
 
 
 def limiters(found: Sequence[Record], device: str) -> dict[str, str]:
-    """Kernel -> what limits it, from the newest profile of it on this card."""
-    mine = [record for record in found if record.get("kind") == "profile" and card(record) == device]
-    return {one["kernel"]: one["limiter"] for record in mine for one in record["kernels"]}
+    """Row -> what limits its longest kernel, from the newest profile of it on this card."""
+    newest: dict[str, str] = {}
+    for record in found:
+        if record.get("kind") == "profile" and card(record) == device:
+            by_time = sorted(record["kernels"], key=lambda one: one.get("milliseconds") or 0.0)
+            newest |= {one["kernel"].split("__")[0]: one["limiter"] for one in by_time}
+    return newest
 
 
 def by_rung(name: str, found: Sequence[Record]) -> str:
@@ -255,19 +259,28 @@ def profiles(name: str, found: Sequence[Record]) -> str:
     newest: dict[tuple[str, str], tuple[Record, dict[str, Any]]] = {}
     for record in mine:
         for one in record["kernels"] if card(record) == device else ():
-            newest[one["kernel"], record["label"]] = record, one
-    head = ["kernel", "shape", *UTILISATION, "occupancy", "DRAM GB", "limiter"]
+            newest[one["kernel"], one["label"]] = record, one
+    head = ["kernel", "problem", "ms", *UTILISATION, "occupancy", "DRAM GB", "warps wait for", "limiter"]
     body = []
     for (kernel, label), (record, one) in sorted(newest.items()):
         mark = STALE if kernel.split("__")[0] in stale.of(record) else ""
         shares = [_share(one["utilisation"].get(unit)) for unit in UTILISATION]
         moved = one.get("dram_bytes")
         body.append([
-            f"`{kernel}`{mark}", label, *shares, _share(one.get("occupancy")),
-            "" if moved is None else digits(moved / 1e9), one["limiter"],
+            f"`{kernel}`{mark}", label, digits(one.get("milliseconds")), *shares,
+            _share(one.get("occupancy")), "" if moved is None else digits(moved / 1e9), waits_for(one), one["limiter"],
         ])  # fmt: skip
-    text = f"{device}, {mine[-1]['environment']['date'][:10]}; percent of what each unit can do, by ncu."
+    text = (
+        f"{device}, {mine[-1]['environment']['date'][:10]}; percent of what each unit can do, by ncu, which "
+        "holds the card at its base clock: times are longer than elsewhere."
+    )
     return f"{text}\n\n{markdown(head, body)}"
+
+
+def waits_for(one: dict[str, Any]) -> str:
+    """The two commonest reasons, in parts of all waiting."""
+    most = list(one.get("stalls", {}).items())[:2]
+    return ", ".join(f"{reason.replace('_', ' ')} {100 * part:.0f} %" for reason, part in most)
 
 
 def _share(part: float | None) -> str:

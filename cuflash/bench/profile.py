@@ -1,9 +1,9 @@
 """`cuflash bench --profile KERNEL`: how busy the units of the GPU are while a kernel runs, by Nsight Compute.
 
-ncu runs this module as a child on one problem and counts; here its CSV is read into one table, and the unit
-that limits is named.
+ncu runs this module as a child, one problem per kernel, and counts; here its CSV is read into one table, and
+the unit that limits is named.
 
-    profile("fwd_02_tiled", shape)          # a list of Profiled, one per launch of the row's own kernel
+    profile({"fwd_02_tiled": shape})        # a list of Profiled, one per launch of a row's own kernel
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class Profiled:
     dram_bytes: float | None
     stalls: dict[str, float] = field(default_factory=dict)  # reason -> part of warp cycles
     limiter: str = ""
+    label: str = ""  # of the problem
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,8 +81,8 @@ def direction_of(kernel: str) -> str:
     raise CuflashError(f"bench --profile: unknown kernel {kernel!r}; known: {known}.")
 
 
-def profile(kernel: str, shape: Shape, keep: Path | None = None) -> list[Profiled]:
-    """Run the kernel under ncu.  keep: where ncu's CSV goes too.
+def profile(shapes: Mapping[str, Shape], keep: Path | None = None) -> list[Profiled]:
+    """Run each kernel on its shape, all under one ncu.  keep: where ncu's CSV goes too.
 
     Raises CuflashError without ncu, and with what ncu said when it fails (often: counters need rights).
     """
@@ -91,10 +93,10 @@ def profile(kernel: str, shape: Shape, keep: Path | None = None) -> list[Profile
             "  It comes with the CUDA toolkit; `cuflash explain` tells registers and bytes without it."
         )
     command = [
-        ncu, "--csv", "--page", "raw", "--kernel-name", f"regex:^{kernel}", "--target-processes", "all",
-        "--profile-from-start", "off", *[x for section in SECTIONS for x in ("--section", section)],
-        "--metrics", ",".join(METRICS), sys.executable, "-m", "cuflash.bench.profile", kernel,
-        json.dumps(shape.as_json()),
+        ncu, "--csv", "--page", "raw", "--kernel-name", f"regex:^({'|'.join(shapes)})",
+        "--target-processes", "all", "--profile-from-start", "off", *[x for section in SECTIONS for x in ("--section", section)],
+        "--metrics", ",".join(METRICS), sys.executable, "-m", "cuflash.bench.profile",
+        json.dumps({kernel: shape.as_json() for kernel, shape in shapes.items()}),
     ]  # fmt: skip
     paths = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -109,10 +111,15 @@ def profile(kernel: str, shape: Shape, keep: Path | None = None) -> list[Profile
     if not found:
         said = [x for x in (done.stdout + done.stderr).splitlines() if "ERROR" in x or "Error" in x]
         raise CuflashError(
-            f"bench --profile: ncu counted nothing for {kernel}\n  "
+            f"bench --profile: ncu counted nothing for {', '.join(shapes)}\n  "
             + "\n  ".join(said[-5:] or ["(no message)"])
         )
-    return found
+    return [_labelled(one, shapes) for one in found]
+
+
+def _labelled(one: Profiled, shapes: Mapping[str, Shape]) -> Profiled:
+    shape = shapes.get(one.kernel.split("__")[0])
+    return one if shape is None else replace(one, label=f"{shape.direction}, {shape.label()}, {shape.dtype}")
 
 
 def parse(text: str) -> list[Profiled]:
@@ -193,19 +200,22 @@ def limiter(utilisation: dict[str, float], stalls: dict[str, float]) -> str:
 
 
 def main() -> int:
-    """The child: the kernel once unseen (it compiles), once counted."""
+    """The child: each kernel once unseen (it compiles), once counted."""
     import cupy
     from cupyx.profiler import profile as counted
 
     from cuflash.bench.contenders import Cuflash
 
-    kernel, shape = sys.argv[1], Shape.from_json(json.loads(sys.argv[2]))
-    prepared = Cuflash(kernel).prepare(draw(shape, cupy), fresh=False)
-    prepared.call(0)
-    cupy.cuda.runtime.deviceSynchronize()
-    with counted():
+    for kernel, data in json.loads(sys.argv[1]).items():
+        try:
+            prepared = Cuflash(kernel).prepare(draw(Shape.from_json(data), cupy), fresh=False)
+        except CuflashError:  # the row refuses: its line is missing
+            continue
         prepared.call(0)
         cupy.cuda.runtime.deviceSynchronize()
+        with counted():
+            prepared.call(0)
+            cupy.cuda.runtime.deviceSynchronize()
     return 0
 
 
