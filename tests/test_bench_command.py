@@ -191,6 +191,8 @@ def test_against_a_record_from_the_command_line(capsys, tmp_path):
     path.write_text(json.dumps(record))
     code, out, _ = bench(capsys, *common, "--no-record", "--against", str(path))
     assert code == 0 and ", 0 slower, " in out
+    code, _, err = bench(capsys, "forward", "--tiny", "--against", str(path))
+    assert code == 2 and "the record is of suite cpu, this run of forward." in err
 
 
 # ---- plots, profiles, roofs

@@ -188,9 +188,14 @@ def measured(options: argparse.Namespace, place: str, out: Console) -> int:
         plots.check_path(options.plot)
     check_names(options.kernels)
     earlier = records.read(options.against) if options.against else None
-    suites = suites_of(options, place)
+    made = suites_of(options, place)
+    if earlier is not None and earlier.get("suite") not in {suite.name for suite in made}:
+        raise CuflashError(
+            f"bench --against: the record is of suite {earlier.get('suite')}, "
+            f"this run of {', '.join(suite.name for suite in made)}."
+        )
     code = 0
-    for suite in suites:
+    for suite in made:
         where = "cpu" if suite.name == "cpu" else place
         if where == "cpu" and suite.name != "cpu":
             why = "asked for the CPU" if options.device == "cpu" else "no CUDA GPU here"
@@ -208,17 +213,17 @@ def measured(options: argparse.Namespace, place: str, out: Console) -> int:
         record = {"environment": records.environment(), **data}
         if not options.no_record and data["results"]:
             path = records.write(
-                f"bench-{suite.name}", data, report.sources_of(data), _named(options.record, suite, suites)
+                f"bench-{suite.name}", data, report.sources_of(data), _named(options.record, suite, made)
             )
             out.print(f"record: {path}")
         if options.plot and data["results"]:
-            out.print(f"plot: {plots.save(data, _named(options.plot, suite, suites))}")
+            out.print(f"plot: {plots.save(data, _named(options.plot, suite, made))}")
         if done.wrong:
             code = 1
         if done.stopped:
             return 130
-        if earlier is not None and print_changes(record, earlier, out):
-            code = 1
+        if earlier is not None and suite.name == earlier["suite"]:
+            code = 1 if print_changes(record, earlier, out) else code
     return code
 
 

@@ -268,7 +268,8 @@ def profiles(name: str, found: Sequence[Record]) -> str:
         moved = one.get("dram_bytes")
         body.append([
             f"`{kernel}`{mark}", label, digits(one.get("milliseconds")), *shares,
-            _share(one.get("occupancy")), "" if moved is None else digits(moved / 1e9), waits_for(one), one["limiter"],
+            _share(one.get("occupancy")), "" if moved is None else digits(moved / 1e9), waits_for(one),
+            one["limiter"],
         ])  # fmt: skip
     text = (
         f"{device}, {mine[-1]['environment']['date'][:10]}; percent of what each unit can do, by ncu, which "

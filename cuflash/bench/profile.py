@@ -94,7 +94,8 @@ def profile(shapes: Mapping[str, Shape], keep: Path | None = None) -> list[Profi
         )
     command = [
         ncu, "--csv", "--page", "raw", "--kernel-name", f"regex:^({'|'.join(shapes)})",
-        "--target-processes", "all", "--profile-from-start", "off", *[x for section in SECTIONS for x in ("--section", section)],
+        "--target-processes", "all", "--profile-from-start", "off",
+        *[x for section in SECTIONS for x in ("--section", section)],
         "--metrics", ",".join(METRICS), sys.executable, "-m", "cuflash.bench.profile",
         json.dumps({kernel: shape.as_json() for kernel, shape in shapes.items()}),
     ]  # fmt: skip
