@@ -1,6 +1,7 @@
-"""The table feature x path of the README: what each kernel takes, asked from the plan table.
+"""Two tables of the README, asked from the plan table: what each kernel takes, and which runs where.
 
-`cuflash bench --tables` writes it between <!-- features --> markers; a test checks that it is current.
+`cuflash bench --tables` writes them between <!-- features --> and <!-- chosen --> markers; a test checks that
+they are current.
 """
 
 from __future__ import annotations
@@ -67,10 +68,16 @@ def problems(direction: str) -> dict[str, Problem]:
         if name == "`deterministic`" and direction == "forward":
             continue
         arguments = _vectors() | arguments
-        found[name] = explain(**arguments, backward=direction == "backward", device="sm_90").problem
+        found[name] = _problem(direction, arguments)
     if direction == "backward":
         found["gradient through lse"] = _with_dlse(found["float16"])
     return found
+
+
+def _problem(direction: str, arguments: dict[str, Any]) -> Problem:
+    """Any row that takes everything will do."""
+    row, backward = f"{direction[0]}wd_02_tiled", direction == "backward"
+    return explain(**arguments, backward=backward, kernel=row, device="sm_90").problem
 
 
 def _with_dlse(problem: Problem) -> Problem:
@@ -99,3 +106,51 @@ def table() -> str:
         )
     parts.append("\\* obeys the whole contract and is chosen by itself; the others run by name.")
     return "\n\n".join(parts)
+
+
+GPUS = {
+    "7.5": "sm_75",
+    "8.0": "sm_80",
+    "8.6, 8.9": "sm_86",
+    "9.0 (Hopper)": "sm_90",
+    "10.0": "sm_100",
+    "12.0": "sm_120",
+}
+# Column of the table -> dtypes that must agree, head_dims that must agree.
+SIZES = {
+    "16 bits, head_dim to 128": (("float16", "bfloat16"), (64, 128)),
+    "16 bits, to 256": (("float16", "bfloat16"), (192, 256)),
+    "16 bits, more": (("float16", "bfloat16"), (320,)),
+    "float32, to 128": (("float32",), (64, 128)),
+    "float32, to 256": (("float32",), (192, 256)),
+    "float64": (("float64",), (64, 320)),
+}
+
+
+def first_choice(direction: str, dtype: str, head_dim: int, gpu: str) -> str:
+    """The starred row that runs a square problem without options."""
+    problem = _problem(direction, _vectors(dtype, head_dim))
+    kernels = rows.FORWARD if direction == "forward" else rows.BACKWARD
+    device = devices.named(gpu)
+    return next(
+        row.name
+        for row in kernels
+        if row.starred
+        and isinstance(plan.consider(problem, device, row), plan.Plan)
+        and (row.yields is None or row.yields(problem) is None)
+    )
+
+
+def chosen() -> str:
+    """Compute capability x dtype and size: the forward and the backward kernel that run by themselves."""
+    lines = [["compute capability", *SIZES], ["---"] * (1 + len(SIZES))]
+    for words, gpu in GPUS.items():
+        cells = []
+        for dtypes, dims in SIZES.values():
+            names = []
+            for direction in ("forward", "backward"):
+                found = [first_choice(direction, dtype, dim, gpu) for dtype in dtypes for dim in dims]
+                names.append(" or ".join(f"`{name}`" for name in dict.fromkeys(found)))
+            cells.append(", ".join(names))
+        lines.append([words, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

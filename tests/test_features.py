@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import cuflash
 from cuflash import features, rows
 from cuflash.bench import markdown
 from cuflash.row import FEATURES, wanted_features
@@ -18,6 +19,25 @@ def test_the_readme_has_the_current_table():
     between = re.search(r"<!-- features -->\n(.*?)\n<!-- /features -->", README, re.DOTALL)
     assert between and between[1] == features.table(), "run `cuflash bench --tables`"
     assert markdown.render("features", []) == features.table()
+
+
+def test_the_readme_says_what_runs_where():
+    between = re.search(r"<!-- chosen -->\n(.*?)\n<!-- /chosen -->", README, re.DOTALL)
+    assert between and between[1] == features.chosen(), "run `cuflash bench --tables`"
+    found = {line.split(" | ")[0].strip("| "): line for line in features.chosen().splitlines()}
+    assert "`fwd_10_persistent`, `bwd_06_specialize` |" in found["9.0 (Hopper)"]
+    assert "`fwd_05_pipeline`, `bwd_04_pipeline` |" in found["8.0"]
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim", [("bfloat16", 64), ("float16", 256), ("float32", 64), ("float64", 64)]
+)
+def test_what_is_said_to_run_is_what_explain_says(dtype, head_dim):
+    q = cuflash.spec((1, 256, 4, head_dim), dtype)
+    for gpu in features.GPUS.values():
+        for direction in ("forward", "backward"):
+            found = cuflash.explain(q, q, q, backward=direction == "backward", device=gpu)
+            assert found.kernel == features.first_choice(direction, dtype, head_dim, gpu)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -296,4 +296,5 @@ TABLES: dict[str, Callable[[str, Sequence[Record]], str]] = {
     "speed": speed,
     "profile": profiles,
     "features": lambda name, found: features.table(),
+    "chosen": lambda name, found: features.chosen(),
 }
