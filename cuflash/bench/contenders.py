@@ -62,7 +62,9 @@ class Contender(Protocol):
     kind: str
 
     def prepare(self, inputs: Inputs, fresh: bool) -> Prepared:
-        """fresh: results are allocated by each call, as in everyday use; else written into given arrays."""
+        """fresh: results are allocated by each call, as in everyday use, out alone; else written into given
+        arrays, lse too.
+        """
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _forward(inputs: Inputs, kernel: str | None, fresh: bool) -> tuple[list[Any]
         if fresh:
 
             def call(q=q, k=k, v=v, number=number):
-                kept[number] = cuflash.attention(q, k, v, **options, return_lse=True)
+                kept[number] = (cuflash.attention(q, k, v, **options),)  # who trains asks for lse; most do not
         else:
             lse_shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
             pair = (_empty((*q.shape[:-1], shape.head_dim_v), shape.dtype, xp), _empty(lse_shape, wide, xp))
@@ -155,8 +157,8 @@ def _forward(inputs: Inputs, kernel: str | None, fresh: bool) -> tuple[list[Any]
         calls.append(call)
 
     def results() -> dict[str, Any]:
-        out, lse = kept[0]
-        return {name: _canonical(inputs.problem, array) for name, array in (("out", out), ("lse", lse))}
+        found = zip(("out", "lse"), kept[0], strict=False)
+        return {name: _canonical(inputs.problem, array) for name, array in found}
 
     return calls, results, plan
 
