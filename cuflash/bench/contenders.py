@@ -148,7 +148,7 @@ def _forward(inputs: Inputs, kernel: str | None, fresh: bool) -> tuple[list[Any]
         if fresh:
 
             def call(q=q, k=k, v=v, number=number):
-                kept[number] = (cuflash.attention(q, k, v, **options),)  # who trains asks for lse; most do not
+                kept[number] = (cuflash.attention(q, k, v, **options),)  # lse: who trains asks for it
         else:
             lse_shape = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
             pair = (_empty((*q.shape[:-1], shape.head_dim_v), shape.dtype, xp), _empty(lse_shape, wide, xp))
