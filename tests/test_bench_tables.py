@@ -78,6 +78,8 @@ def test_the_ladder_has_a_line_per_rung(checkout):
     record["results"][0]["lines"][0]["asked"] = "fwd_02_tiled"
     text = markdown.render("ladder", [record])
     assert "| `fwd_02_tiled` | 500 (62 %) |" in text and "| `std_00_unfused` |  |" in text
+    names = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert names == sorted((row.name for row in rows_.FORWARD), key=lambda name: name[4:6])
 
 
 def test_the_ladder_says_what_was_predicted_and_what_limits(monkeypatch):

@@ -187,7 +187,7 @@ def by_rung(name: str, found: Sequence[Record]) -> str:
         head = [direction, *(_short_label(one["shape"]) for one, _ in own), "registers", "predicted",
                 "limiter", "the one idea"]  # fmt: skip
         body = []
-        for row in reversed(table):
+        for row in sorted(table, key=lambda row: row.name.split("_")[1]):  # by number
             texts, registers = [], ""
             for one, record in own:
                 line = line_of(one, row.name)
