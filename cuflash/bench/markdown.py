@@ -234,9 +234,10 @@ def speed(name: str, found: Sequence[Record]) -> str:
 
 
 def _pair(result: dict[str, Any], stale: set[str]) -> str:
-    """cuflash / the best peer, the faster in bold."""
+    """cuflash, by its own choice if that was measured, / the best peer; the faster in bold."""
     numbers = [(value(x, "tflops"), x) for x in result["lines"] if x["kind"] != "roof"]
     own = [(n, x) for n, x in numbers if n is not None and x["kind"] == "cuflash"]
+    own = [(n, x) for n, x in own if x["asked"] == "auto"] or own
     peers = [(n, x) for n, x in numbers if n is not None and x["kind"] == "peer"]
     best_own, best_peer = (max(side, key=lambda pair: pair[0], default=None) for side in (own, peers))
     words = []
