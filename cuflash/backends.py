@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import os
 import threading
 from typing import Any
 
@@ -33,6 +34,7 @@ from cuflash.plan import Launch
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _DEFAULT_SHARED = 48 * 1024  # what a kernel may use without asking
+_OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _LENGTHS_AT_ONCE = 480  # = kernels/pass_lengths.cu: numbers that fit into 4 KiB of kernel arguments
 
 
@@ -62,13 +64,14 @@ class Cuda:
     def pointer(array: Any) -> int:
         return array.data.ptr
 
-    def load(self, launch: Launch) -> tuple[int, ...]:
-        """(CUfunction, grid, block, shared bytes) as cuLaunchKernel takes them."""
+    def load(self, launch: Launch) -> tuple[int, ...] | Overlapping:
+        """(CUfunction, grid, block, shared bytes) as cuLaunchKernel takes them; or what overlaps."""
         known = launch.step.file, launch.params, launch.name
         function = self._functions.get(known)
         if function is None:
             function = self._functions[known] = self._entry(launch.job, launch.name, launch.smem_bytes)
-        return function, *launch.grid, *launch.block, launch.smem_bytes
+        loaded = function, *launch.grid, *launch.block, launch.smem_bytes
+        return Overlapping(loaded) if launch.overlaps else loaded
 
     def _entry(self, job: build.Job, name: str, smem_bytes: int) -> int:
         """An entry point of a module that is loaded once on this GPU."""
@@ -94,11 +97,15 @@ class Cuda:
         stream, launch_kernel = self.stream(), self._driver.launchKernel
         for one in loaded:
             try:
-                launch_kernel(*one, stream, args.parameters, 0)
+                if type(one) is tuple:
+                    launch_kernel(*one, stream, args.parameters, 0)
+                elif code := one(stream, args.parameters):
+                    raise self._driver.CUDADriverError(code)
             except self._driver.CUDADriverError as error:
+                _, *sizes, shared = one if type(one) is tuple else one.loaded
                 raise CuflashError(
                     f"a kernel could not be launched on device {self.index}: {error}\n"
-                    f"  grid {one[1:4]}, block {one[4:7]}, {one[7]} bytes of shared memory"
+                    f"  grid {tuple(sizes[:3])}, block {tuple(sizes[3:])}, {shared} bytes of shared memory"
                 ) from None
 
     def zero(self, address: int, n_bytes: int) -> None:
@@ -201,6 +208,54 @@ class ArgsBuffer:
         self._struct = (ctypes.c_char * len(memory)).from_buffer(memory)
         self._pointer = (ctypes.c_void_p * 1)(ctypes.addressof(self._struct))
         self.parameters = ctypes.addressof(self._pointer)
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with a number as its value."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("id", "pad", "value")),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("n_attributes", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def _launch_ex() -> Any:
+    """cuLaunchKernelEx, which CuPy does not offer: only it takes attributes of a launch."""
+    library = ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")
+    return library.cuLaunchKernelEx
+
+
+class Overlapping:
+    """A launch that may start before the one before it on the stream has ended.
+
+    loaded: as cuLaunchKernel takes it.  call(stream, parameters) -> a CUresult, 0 for success.  One thread at
+    a time: the stream is written into a struct that the call keeps.
+    """
+
+    def __init__(self, loaded: tuple[int, ...]) -> None:
+        self.loaded = loaded
+        self._launch = _launch_ex()
+        self._attribute = _Attribute(_OVERLAPS, 0, 1)
+        self._config = _Config(*loaded[1:], None, ctypes.pointer(self._attribute), 1)
+        self._reference = ctypes.byref(self._config)
+        self._function = ctypes.c_void_p(loaded[0])
+
+    def __call__(self, stream: int, parameters: int) -> int:
+        self._config.stream = stream
+        return self._launch(self._reference, self._function, ctypes.c_void_p(parameters), None)
 
 
 class _Entered:

@@ -29,7 +29,10 @@ _warned: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch.  params: all parameters of its build.  grid and block as CUDA takes them."""
+    """One kernel launch.  params: all parameters of its build.  grid and block as CUDA takes them.
+
+    overlaps: it may start before the launch before it has ended.
+    """
 
     step: Step
     params: tuple[tuple[str, int], ...]
@@ -38,6 +41,7 @@ class Launch:
     smem_bytes: int
     arch: int
     exact_arch: bool
+    overlaps: bool = False
 
     @property
     def name(self) -> str:
@@ -301,7 +305,9 @@ def consider(problem: Problem, device: Device, row: Row) -> Plan | Refusal:
             continue
         if any(n > most for n, most in zip(grid, MAX_GRID, strict=True)):
             return Refusal(f"would need {grid} blocks, CUDA takes {MAX_GRID}", "shape")
-        launches.append(_launch(row, step, params, grid, device, sizes[step.file]))
+        one = _launch(row, step, params, grid, device, sizes[step.file])
+        may_overlap = step.overlaps and bool(launches) and device.kind == "cuda" and device.arch >= 90
+        launches.append(replace(one, overlaps=may_overlap))
     own = row.workspace(problem, params)
     slots = (*own, *(copy.slot for copy in copies), *_length_slots(problem))
     return Plan(problem, device, row, tile, tuple(launches), slots, len(own), copies, {}, False)

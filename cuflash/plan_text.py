@@ -65,7 +65,8 @@ def pairs(plan: Plan) -> Iterator[tuple[str, str]]:
     for launch in plan.launches:
         grid = " x ".join(f"{n:,}" for n in launch.grid if n > 1) or "1"
         shared = f"{launch.smem_bytes:,} bytes of shared memory"
-        yield "launch", f"{launch.name}: {grid} blocks of {launch.block[0]} threads, {shared}"
+        start = ", starts while the one before ends" if launch.overlaps else ""
+        yield "launch", f"{launch.name}: {grid} blocks of {launch.block[0]} threads, {shared}{start}"
         if maps := [one for one in launch.step.maps if one.when(problem)]:
             boxes = [(one.name, *one.box(dict(launch.params))) for one in maps]
             yield "maps", ", ".join(f"{name} {rows} x {cols}" for name, cols, rows in boxes) + " at once"

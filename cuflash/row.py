@@ -192,6 +192,8 @@ class Step:
     resident: whether a block stays on its SM and walks many tiles: then there are no more blocks than SMs.
     maps: its kernel takes MappedArgs with these; steps of one row that map the same name share the map.
     fixed: parameters that are not the row's, such as the warps of a shared pass.
+    overlaps: on sm_90 and later it may start before the step before it has ended (kernels/lib/dependent.cuh):
+    its kernel waits where it needs what that one wrote.
     """
 
     entry: str
@@ -203,6 +205,7 @@ class Step:
     maps: tuple[Map, ...] = ()
     fixed: tuple[tuple[str, int], ...] = ()
     resident: Callable[[Params], bool] | None = None
+    overlaps: bool = False
 
     @property
     def file(self) -> str:

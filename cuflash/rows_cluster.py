@@ -157,6 +157,7 @@ BWD_07 = Row(
                 Map("V", _own_keys),
                 Map("dO", _half_tile, when=dO_is_mapped),
             ),
+            overlaps=True,
         ),
         CLOSE,
         *convert_keys(_splits, FOUR_WARPS),

@@ -66,7 +66,7 @@ def _place_grid(problem: Problem, p: Params) -> Grid:
 
 
 OPEN = Step("pass_query_tiles__open", _place_grid, threads=256, uses=QUERY_TILE_USES)
-CLOSE = Step("pass_query_tiles__close", _place_grid, threads=256, uses=QUERY_TILE_USES)
+CLOSE = Step("pass_query_tiles__close", _place_grid, threads=256, uses=QUERY_TILE_USES, overlaps=True)
 # Gradients of the options read delta as the rungs before keep it.
 OPTION_DELTA = Step(
     DELTA.entry,
@@ -212,7 +212,7 @@ BWD_06 = Row(
         Tile(128, 128, 12, 2, up_to=64, least=64, plain=True),
         Tile(64, 128, 12, 2, up_to=128, least=64),
     ),
-    _steps(Step("bwd_06_specialize", _key_grid, _specialize_smem, maps=MAPS)),
+    _steps(Step("bwd_06_specialize", _key_grid, _specialize_smem, maps=MAPS, overlaps=True)),
     "a producer warp, two consumer warpgroups; the next S runs under this step's arithmetic",
     dtypes=DTYPES,
     exact_arch=True,

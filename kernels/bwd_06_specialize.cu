@@ -24,6 +24,7 @@
 //              between a group and the thread that takes turns for it
 // Tried        kernels/README.md: idle warps for the passes (dropped), orders of the products, V in registers
 #include "lib/params.cuh"
+#include "lib/dependent.cuh"
 #include "lib/key_group.cuh"
 
 // The next S under this step's arithmetic: where registers hold it beside dK and dV.
@@ -59,13 +60,14 @@ DEVICE void produce(const MappedArgs& args, Smem& smem, const Own& own, const Me
   const Sequence& seq = own.keys.seq;
   const int h_k = static_cast<int>(own.keys.h), b = static_cast<int>(seq.array_b);
   QueryWalk<Walk> at(args, seq, meeting.queries, own.keys.j0, own.h_begin, own.h_end, lane);
-  if (!at.exists()) return;
-  if (elect_one()) {
+  if (at.exists() && elect_one()) {
     const int row = static_cast<int>(seq.k_row0) + own.keys.j0;
     mbarrier_arrive_expect(smem.KV_full(), smem.K.n_bytes + smem.V.n_bytes);
     smem.K.load(args.maps.K, smem.KV_full(), row, h_k, b);
     smem.V.load(args.maps.V, smem.KV_full(), row, h_k, b);
   }
+  previous_kernel_wait();   // rows and zeros are there
+  next_kernel_may_start();
   const Global<float> rows(args.workspace[SLOT_ROWS]);
   constexpr u32 rows_bytes = 2 * tile_q * sizeof(float);
 #pragma unroll 1
@@ -212,7 +214,10 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
   SHARED_MEMORY(Smem, smem);
   const int warpgroup = shfl(static_cast<int>(threadIdx.x) / 128, 0), thread = threadIdx.x % 128;
   const Own own = own_of(args);
-  if (!own.keys.exists) return;
+  if (!own.keys.exists) {
+    previous_kernel_wait();
+    return;
+  }
   const Meeting meeting = meeting_of(args, own.keys.seq, own.keys.j0, asks_blocks);
   if (threadIdx.x == 0) {
     mbarrier_init(smem.KV_full(), 1);

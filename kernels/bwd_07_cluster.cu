@@ -374,7 +374,10 @@ CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedAr
   SHARED_MEMORY(Smem, smem);
   const int group = shfl(static_cast<int>(threadIdx.x) / 128, 0), thread = threadIdx.x % 128;
   const Owner own = owner_of(args);
-  if (!own.tile.exists) return;   // both blocks of the cluster
+  if (!own.tile.exists) {   // both blocks of the cluster
+    previous_kernel_wait();
+    return;
+  }
   if (threadIdx.x == 0) {
     init_barriers(smem);
     load_keys(args, smem, own);

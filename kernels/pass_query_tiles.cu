@@ -9,6 +9,7 @@
 // Bytes        __open: O, dO, lse, dlse once, rows and dQ sums once; __close: sums and dQ once
 #include "lib/params.cuh"
 #include "lib/accumulators.cuh"
+#include "lib/dependent.cuh"
 #include "lib/panels.cuh"
 #include "lib/query_tiles.cuh"
 
@@ -63,6 +64,7 @@ template <class From> DEVICE Eight load_eight(const Tensor& tensor, i64 first, i
 }
 
 KERNEL(open_threads, open_blocks) pass_query_tiles__open(const __grid_constant__ Args args) {
+  next_kernel_may_start();
   const int thread = threadIdx.x, lane = thread % row_lanes;
   const i64 place = blockIdx.x;
   const QueryTile own = query_tile_at(args, place);
@@ -110,6 +112,7 @@ KERNEL(open_threads, open_blocks) pass_query_tiles__open(const __grid_constant__
 }
 
 KERNEL(close_threads, 1) pass_query_tiles__close(const __grid_constant__ Args args) {
+  previous_kernel_wait();   // all blocks have added
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const i64 place = blockIdx.x;
   const QueryTile own = query_tile_at(args, place);

@@ -1,6 +1,7 @@
 // cluster_loader.cuh - group 0 of bwd_07_cluster: a warp loads, one cleans, two keep the turns.   sm_90a
 #pragma once
 #include "cluster_block.cuh"
+#include "dependent.cuh"
 
 // Tiles of queries, from i0 in [begin, end), of which every pair with the block's keys is visible.
 DEVICE Range whole_tiles(const Args& args, const Sequence& seq, i32 j0) {
@@ -52,6 +53,8 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
   const Range whole = whole_tiles(args, seq, own.j0);
   const Global<float> rows(args.workspace[SLOT_ROWS]);
   const Global<elem> dO_tiles(args.workspace[SLOT_DO]);
+  previous_kernel_wait();   // rows and zeros are there
+  next_kernel_may_start();
   QueryWalk<Walk> walk = walk_of(args, own, lane);
   if (!walk.exists() && lane == 0) {
     smem.steps.as<Step>(0, 0) = {};
