@@ -6,6 +6,7 @@ covering list of problems.py under -m full.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,6 +206,14 @@ def test_every_kernel_file_is_used_and_names_itself():
         assert text.startswith(f"// {name}.cu - "), f"{name}.cu begins with its name and what it is"
         assert name in used or name.startswith("pass_"), f"{name}.cu is in no row"
     assert used <= set(build.kernel_files())
+
+
+def test_the_readme_names_every_file():
+    home = Path(__file__).resolve().parents[1] / "kernels"
+    text = (home / "README.md").read_text(encoding="utf-8")
+    files = [f"`{path.name}`" for path in (home / "lib").glob("*.cuh")]
+    files += [f"`{name}`" for name in build.kernel_files() if not name.startswith("pass_")]
+    assert len(files) > 50 and [name for name in files if name not in text] == []
 
 
 def test_a_build_outside_build_py_gets_the_default_set():
