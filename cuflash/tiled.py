@@ -40,18 +40,18 @@ from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence, sequences
 from cuflash.results import allocate_missing
 from cuflash.tiled_backward import backward
-from cuflash.tiled_blocks import cell_size
 from cuflash.tiled_buffers import Buffers
 from cuflash.tiled_products import largest_norm, multiply, product
 from cuflash.tiled_scores import FAST, Head
-from cuflash.tiled_visible import Run, Tile, cut, part_of, tile_size
+from cuflash.tiled_visible import Tile, cut, tile_size
 from cuflash.tiled_workers import Queue, Turn, do_all, n_flop
 
 __all__ = ["backward", "forward"]
 
 TILE_Q = 2048  # query rows of an item, at most
 TILE_KV = 256
-LOADED_KV = 4096  # keys that are loaded at once where a block mask leaves some of them to each query
+LOADED = 2**19  # numbers of K to load at once where a block mask leaves some keys to each query
+FEW_ROWS = 128
 N_ITEMS = 16  # a small problem is cut into about so many items: work for that many threads
 SLACK = 8  # a score may lie this far above m, in its base, before m is raised: weights up to 2^8 do no harm
 FAR = {"float32": 150, "float64": 1100}  # exp of less than this below 0 is 0, in either base
@@ -113,9 +113,10 @@ class Keys(NamedTuple):
     K_T: np.ndarray  # (head_dim + 1, n): [K, 1]^T
     V: np.ndarray  # (n, head_dim_v)
 
-    def of(self, run: Run) -> tuple[np.ndarray, np.ndarray]:
-        keys = slice(run.j0 - self.j0, run.j1 - self.j0)
-        return self.K_T[:, keys], self.V[keys]
+    def of(self, tile: Tile, buffers: Buffers) -> Keys:
+        """The keys of a tile."""
+        K_T = tile.of(self.K_T, self.j0, "tile's K^T", buffers)
+        return Keys(self.j0, K_T, tile.rows_of(self.V, self.j0, "tile's V", buffers))
 
 
 def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffers: Buffers) -> None:
@@ -127,14 +128,14 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
     longest_q = largest_norm(Q[:, :-1])
     is_small = head.is_plain and head.sink is None
 
-    n_keys = TILE_KV if head.visible.block_mask is None else LOADED_KV
-    for j0, j1, tiles in head.visible.key_tiles(i0, i1, n_keys, TILE_Q * TILE_KV):
-        K, V = buffers.load("K", head.k[j0:j1]), buffers.load("V", head.v[j0:j1])
-        keys = Keys(j0, buffers.transposed("K^T", K, n_ones=1), V)
-        is_small = is_small and longest_q * largest_norm(K) <= SMALL and largest_norm(V) <= SMALL_V
+    for j0, j1, tiles in head.visible.key_tiles(i0, i1, n_keys(head, i1 - i0), TILE_Q * TILE_KV):
+        K, V = buffers.load("K", head.k[j0:j1], 1), buffers.load("V", head.v[j0:j1])
+        keys = Keys(j0, buffers.turned("K^T", K, n_uses=i1 - i0), V)
+        is_small = is_small and longest_q * largest_norm(K[:, :-1]) <= SMALL and largest_norm(V) <= SMALL_V
         take_in = take_in_small if is_small else take_in_any
         for tile in tiles:
-            take_in(head, tile, rows.part(slice(tile.i0 - i0, tile.i1 - i0)), keys, buffers)
+            own = rows.part(slice(tile.i0 - i0, tile.i1 - i0))
+            take_in(head, tile, own, keys.of(tile, buffers), buffers)
 
     np.divide(m + head.base.log(l), head.base.units, out=lse)  # natural; -inf where nothing was seen
     if head.dropout is not None:
@@ -146,31 +147,24 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
 
 
 def take_in_small(head: Head, tile: Tile, rows: Rows, keys: Keys, buffers: Buffers) -> None:
-    """One tile more, of scores so small that m is 0, may stay so, and needs no column.  rows: the tile's."""
-    S = buffers.empty("S", *tile.shape)
-    for run in tile.runs:
-        multiply(rows.Q[:, :-1], keys.of(run)[0][:-1], out=S[:, run.columns])
+    """One tile more, of scores so small that m is 0, may stay so, and needs no column."""
+    S = multiply(rows.Q[:, :-1], keys.K_T[:-1], out=buffers.empty("S", *tile.shape))
     P = head.base.small_exp(S, out=S)
     head.visible.hide(P, tile, 0, buffers)
     add(head, tile, rows, keys, P, None, buffers)
 
 
 def take_in_any(head: Head, tile: Tile, rows: Rows, keys: Keys, buffers: Buffers) -> None:
-    """One tile more, of any scores: m is raised where they ask for it.  rows: the tile's."""
+    """One tile more, of any scores: m is raised where they ask for it."""
     Q, m, l, O = rows
-    S = buffers.empty("S", *tile.shape)
-
-    def make_scores() -> float:
-        """Scores, above m.  Returns the largest."""
-        for run in tile.runs:
-            multiply(Q, keys.of(run)[0], out=S[:, run.columns])
-        head.change(S, m, tile, buffers)
-        return S.max()
-
-    top = make_scores()
+    S = multiply(Q, keys.K_T, out=buffers.empty("S", *tile.shape))
+    head.change(S, m, tile, buffers)  # scores, above m
+    top = S.max()
     if not top <= FAR[S.dtype.name] and forget(S, m, l, O):
         Q[:, -1] = head.column(m)
-        top = make_scores()
+        multiply(Q, keys.K_T, out=S)
+        head.change(S, m, tile, buffers)
+        top = S.max()
     if keep_maximum(head, S, top, m, l, O):
         Q[:, -1] = head.column(m)
     pairs = ~np.isneginf(S) if head.needs_care(keys.V) else None
@@ -185,10 +179,15 @@ def add(
     np.add(rows.l, P @ np.ones(P.shape[1], P.dtype), out=rows.l)
     if head.dropout is not None:
         buffers.keep_only(P, head.kept(tile), 0)
-    PV = buffers.like("PV", rows.O)
-    for run in tile.runs:
-        product(P[:, run.columns], keys.of(run)[1], part_of(pairs, run), out=PV)
-        np.add(rows.O, PV, out=rows.O)
+    PV = product(P, keys.V, pairs, out=buffers.like("PV", rows.O))
+    np.add(rows.O, PV, out=rows.O)
+
+
+def n_keys(head: Head, n_rows: int) -> int:
+    """Keys to load at once."""
+    if head.visible.block_mask is not None:
+        return max(LOADED // head.k.shape[1], TILE_KV)
+    return TILE_KV if n_rows >= FEW_ROWS else 4 * TILE_KV
 
 
 def start(head: Head, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -252,8 +251,7 @@ def raise_maximum(head: Head, S: np.ndarray, m: np.ndarray, l: np.ndarray, O: np
 def items(problem: Problem, operands: Operands) -> list[Item]:
     """All there is to do; when causal, what sees most keys first, so that the short items fill the end."""
     n_rows = operands.q.shape[0] * problem.len_q * problem.heads
-    cell = 1 if operands.block_mask is None else cell_size(operands.block_mask.block_q)
-    size = tile_size(n_rows, N_ITEMS, TILE_Q, cell)
+    size = tile_size(n_rows, N_ITEMS, TILE_Q, operands.block_mask and operands.block_mask.block_q)
     found = [
         Item(sequence, h, i0, i1)
         for sequence in sequences(problem, operands)

@@ -23,12 +23,11 @@ import numpy as np
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence, sequences
 from cuflash.results import allocate_missing
-from cuflash.tiled_blocks import cell_size
 from cuflash.tiled_buffers import Buffers
 from cuflash.tiled_products import largest_norm, multiply, product
 from cuflash.tiled_scores import FAST, Head
 from cuflash.tiled_sums import Sums
-from cuflash.tiled_visible import Run, Tile, cut, part_of, tile_size
+from cuflash.tiled_visible import Tile, cut, tile_size
 from cuflash.tiled_workers import Queue, Turn, do_all, n_flop
 
 TILE_Q = 256
@@ -90,7 +89,8 @@ def differentiate(heads: list[Head], item: Item, turn: Turn, sums: Sums, buffers
         for tile in tiles:
             rows = queries.part(slice(tile.i0 - i0, tile.i1 - i0))
             P, tanh, pairs = keys.weights(head, tile, rows)
-            keys.add(head, tile, rows, P, tanh, pairs)
+            dS = keys.changes(head, tile, rows, P, tanh, pairs)
+            keys.add(head, tile, rows, P, dS, pairs)
     keys.store()
 
 
@@ -122,15 +122,13 @@ class Keys:
     def __init__(self, first: Head, item: Item, sums: Sums, buffers: Buffers):
         self.first, self.item, self.sums, self.buffers = first, item, sums, buffers  # first of its group
         self.own = slice(item.j0, item.j1)
-        self.K, V = buffers.load("K", first.k[self.own]), buffers.load("V", first.v[self.own])
-        self.K_T = buffers.transposed("K^T", self.K, n_ones=2)
-        self.V_T = buffers.transposed("V^T", V, n_ones=1)
-        self.dK, self.dV = buffers.zeros("dK", *self.K.shape), buffers.zeros("dV", *V.shape)
-        self.is_finite, self.longest = not first.needs_care(self.K, V), largest_norm(self.K)
-
-    def of(self, run: Run) -> slice:
-        """Where the keys of a run lie."""
-        return slice(run.j0 - self.item.j0, run.j1 - self.item.j0)
+        K, V = buffers.load("K", first.k[self.own], 1, 1), buffers.load("V", first.v[self.own], 1)
+        n_queries = first.sequence.len_q * first.problem.group
+        self.K_T, self.V_T = buffers.turned("K^T", K, n_queries), buffers.turned("V^T", V, n_queries)
+        self.K = K[:, :-2]
+        self.dK = buffers.zeros("dK", *self.K.shape)
+        self.dV = buffers.zeros("dV", len(V), V.shape[1] - 1)
+        self.is_finite, self.longest = not first.needs_care(K, V), largest_norm(self.K)
 
     def load(self, head: Head, i0: int, i1: int) -> Queries:
         """Queries [i0, i1) of one head."""
@@ -146,10 +144,9 @@ class Keys:
     def weights(
         self, head: Head, tile: Tile, rows: Queries
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """P of a tile, and for `add` the tanh of a softcap, and where pairs are visible if that matters."""
-        S = self.buffers.empty("S", *tile.shape)
-        for run in tile.runs:
-            multiply(rows.Q, self.K_T[:, self.of(run)], out=S[:, run.columns])
+        """P of a tile; the tanh of a softcap, and where pairs are visible if that matters."""
+        K_T = tile.of(self.K_T, self.item.j0, "tile's K^T", self.buffers)
+        S = multiply(rows.Q, K_T, out=self.buffers.empty("S", *tile.shape))
         if rows.is_small:
             P = head.base.small_exp(S, out=S)
             head.visible.hide(P, tile, 0, self.buffers)
@@ -158,7 +155,7 @@ class Keys:
         pairs = None if rows.is_finite else ~np.isneginf(S)
         return head.base.exp(S, out=S), tanh, pairs
 
-    def add(
+    def changes(
         self,
         head: Head,
         tile: Tile,
@@ -166,12 +163,11 @@ class Keys:
         P: np.ndarray,
         tanh: np.ndarray | None,
         pairs: np.ndarray | None,
-    ) -> None:
-        """What the weights P of a tile add to the gradients."""
+    ) -> np.ndarray:
+        """dS of a tile.  P loses what dropout takes."""
         buffers = self.buffers
-        dP = buffers.empty("dP", *tile.shape)
-        for run in tile.runs:
-            multiply(rows.dO, self.V_T[:, self.of(run)], out=dP[:, run.columns])  # dO V^T - delta
+        V_T = tile.of(self.V_T, self.item.j0, "tile's V^T", buffers)
+        dP = multiply(rows.dO, V_T, out=buffers.empty("dP", *tile.shape))  # dO V^T - delta
         if head.dropout is not None:
             kept = head.kept(tile)
             buffers.keep_only(dP, kept, 0)
@@ -185,16 +181,26 @@ class Keys:
             head.differentiate_softcap(dS, tanh, pairs)
         if head.dropout is not None:
             buffers.keep_only(P, kept, 0)
+        return dS
 
-        dq, scale = self.sums.dq[head.query_rows][tile.i0 : tile.i1], head.number(head.problem.scale)
+    def add(
+        self, head: Head, tile: Tile, rows: Queries, P: np.ndarray, dS: np.ndarray, pairs: np.ndarray | None
+    ) -> None:
+        """Add P^T dO to dV, dS^T Q to dK and dS K to dQ."""
+        buffers, j0, n_keys = self.buffers, self.item.j0, tile.shape[1]
+        pairs_T = None if pairs is None else pairs.T
+        dV = buffers.empty("tile's dV", n_keys, self.dV.shape[1])
+        dK = buffers.empty("tile's dK", n_keys, self.dK.shape[1])
+        product(P.T, rows.dO[:, :-1], pairs_T, out=dV)
+        product(dS.T, rows.Q[:, :-2], pairs_T, out=dK)
         for run in tile.runs:
-            j, seen = self.of(run), part_of(pairs, run)
-            seen_T = None if seen is None else seen.T
-            P_run, dS_run = P[:, run.columns], dS[:, run.columns]
-            self.dV[j] += product(P_run.T, rows.dO[:, :-1], seen_T, buffers.like("P^T dO", self.dV[j]))
-            self.dK[j] += product(dS_run.T, rows.Q[:, :-2], seen_T, buffers.like("dS^T Q", self.dK[j]))
-            dQ = product(dS_run, self.K[j], seen, buffers.like("dS K", dq))
-            dq += np.multiply(dQ, scale, out=dQ)
+            self.dV[run.j0 - j0 : run.j1 - j0] += dV[run.columns]
+            self.dK[run.j0 - j0 : run.j1 - j0] += dK[run.columns]
+
+        dq = self.sums.dq[head.query_rows][tile.i0 : tile.i1]
+        K = tile.rows_of(self.K, j0, "tile's K", buffers)
+        dQ = product(dS, K, pairs, out=buffers.like("tile's dQ", dq))
+        dq += np.multiply(dQ, head.number(head.problem.scale), out=dQ)
 
     def store(self) -> None:
         """Write dk and dv, which are complete."""
@@ -239,9 +245,7 @@ def items(problem: Problem, operands: Operands) -> list[Item]:
     first, and the short ones fill the end.
     """
     n_rows = operands.k.shape[0] * problem.len_k * problem.heads_k
-    block_mask = operands.block_mask
-    cell = 1 if block_mask is None else cell_size(block_mask.block_k)
-    size = tile_size(n_rows, N_ITEMS, LOADED_KV, cell)
+    size = tile_size(n_rows, N_ITEMS, LOADED_KV, operands.block_mask and operands.block_mask.block_k)
     found = [
         Item(sequence, h_k, number, j0, j1)
         for sequence in sequences(problem, operands)

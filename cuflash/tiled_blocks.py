@@ -30,14 +30,13 @@ class Cells:
     def __init__(self, block_mask: Any, b: int, h: int, queries: tuple[int, int], keys: tuple[int, int]):
         self.n_queries, self.n_keys = cell_size(block_mask.block_q), cell_size(block_mask.block_k)
         self.row0, self.column0 = queries[0] // self.n_queries, keys[0] // self.n_keys
-        rows = (self.row0 * self.n_queries, queries[1])
-        columns = (self.column0 * self.n_keys, keys[1])
-        if queries[0] >= queries[1] or keys[0] >= keys[1]:
-            self.kept = np.zeros((0, 0), bool)
-            return
-        kept = kept_blocks(block_mask, b, h, rows, columns)
-        kept = together(kept, self.n_queries // block_mask.block_q, axis=0)
-        self.kept = together(kept, self.n_keys // block_mask.block_k, axis=1)
+        self.kept = np.zeros((0, 0), bool)
+        if queries[0] < queries[1] and keys[0] < keys[1]:
+            whole = (self.row0 * self.n_queries, queries[1]), (self.column0 * self.n_keys, keys[1])
+            kept = kept_blocks(block_mask, b, h, *whole)
+            kept = together(kept, self.n_queries // block_mask.block_q, axis=0)
+            self.kept = together(kept, self.n_keys // block_mask.block_k, axis=1)
+        self.runs = runs(self.kept, self.n_keys, self.column0)
 
     def rows(self, i0: int, i1: int) -> list[tuple[int, int]]:
         """[i0, i1) cut where one row of cells ends."""
@@ -46,18 +45,15 @@ class Cells:
 
     def runs_of_keys(self, i: int, j0: int, j1: int) -> list[tuple[int, int]]:
         """The keys of [j0, j1) that query i keeps, as runs."""
-        row = self.kept[i // self.n_queries - self.row0]
-        first = j0 // self.n_keys
-        row = row[first - self.column0 : -(-j1 // self.n_keys) - self.column0]
-        return runs(row, self.n_keys, first, j0, j1)
+        return clip(self.runs[i // self.n_queries - self.row0], j0, j1)
 
     def spans_of_keys(self, j0: int, j1: int) -> list[tuple[int, int]]:
         """The keys of [j0, j1) that any query keeps, with small gaps between them."""
-        return join(runs(self.kept.any(axis=0), self.n_keys, self.column0, j0, j1))
+        return join(clip(runs(self.kept.any(axis=0)[None], self.n_keys, self.column0)[0], j0, j1))
 
     def spans_of_queries(self, i0: int, i1: int) -> list[tuple[int, int]]:
         """The queries of [i0, i1) that keep any key, with small gaps between them."""
-        return join(runs(self.kept.any(axis=1), self.n_queries, self.row0, i0, i1))
+        return join(clip(runs(self.kept.any(axis=1)[None], self.n_queries, self.row0)[0], i0, i1))
 
 
 def kept_blocks(
@@ -82,13 +78,21 @@ def together(kept: np.ndarray, n: int, axis: int) -> np.ndarray:
     return kept if n == 1 else np.logical_or.reduceat(kept, np.arange(0, kept.shape[axis], n), axis=axis)
 
 
-def runs(is_kept: np.ndarray, size: int, first: int, begin: int, end: int) -> list[tuple[int, int]]:
-    """Runs of kept cells, the first of which has the number `first`, as positions in [begin, end)."""
-    padded = np.zeros(len(is_kept) + 2, bool)
-    padded[1:-1] = is_kept
-    edges = np.flatnonzero(padded[1:] != padded[:-1])  # a run begins, it ends, the next begins, ...
-    edges = np.clip((edges + first) * size, begin, end).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
+def runs(kept: np.ndarray, size: int, first: int) -> list[list[tuple[int, int]]]:
+    """For each row of kept, its runs of True as positions; column 0 is the cell with the number `first`."""
+    padded = np.zeros((kept.shape[0], kept.shape[1] + 2), bool)
+    padded[:, 1:-1] = kept
+    rows, edges = np.nonzero(padded[:, 1:] != padded[:, :-1])  # a run begins, it ends, the next begins, ...
+    found: list[list[tuple[int, int]]] = [[] for _ in range(len(kept))]
+    edges = ((edges + first) * size).tolist()
+    for row, begin, end in zip(rows[::2].tolist(), edges[::2], edges[1::2], strict=True):
+        found[row].append((begin, end))
+    return found
+
+
+def clip(spans: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """What of the spans lies in [begin, end)."""
+    return [(max(start, begin), min(stop, end)) for start, stop in spans if start < end and stop > begin]
 
 
 def join(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

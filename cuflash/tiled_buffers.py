@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+FEW = 64  # rows whose product with a transposed copy takes as long as the copy and the gain together
 GAP = 16  # numbers between rows: were they a power of two apart, they would share few places in the cache
 
 
@@ -47,12 +48,13 @@ class Buffers:
             tile[:, number] = column
         return tile
 
-    def transposed(self, name: str, tile: np.ndarray, n_ones: int) -> np.ndarray:
-        """[tile, 1, ...]^T, (dim + n_ones, n), of a loaded tile (n, dim), with so many rows of ones."""
+    def turned(self, name: str, tile: np.ndarray, n_uses: int) -> np.ndarray:
+        """tile^T, for products with n_uses rows altogether: a copy, where that many are worth it."""
+        if n_uses < FEW:
+            return tile.T
         n, dim = tile.shape
-        turned = self.empty(name, dim + n_ones, n + GAP)[:, :n]
-        turned[:dim] = tile.T
-        turned[dim:] = 1
+        turned = self.empty(name, dim, n + GAP)[:, :n]
+        np.copyto(turned, tile.T)
         return turned
 
     def keep_only(self, tile: np.ndarray, kept: np.ndarray, value: float) -> None:

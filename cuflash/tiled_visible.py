@@ -13,10 +13,10 @@ import numpy as np
 
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Sequence
-from cuflash.tiled_blocks import Cells, kept_blocks, pairs_are_whole
+from cuflash.tiled_blocks import Cells, cell_size, kept_blocks, pairs_are_whole
 from cuflash.tiled_buffers import Buffers
 
-LONGEST_RUN = 1024  # keys: the small products of tiled_products.py would get too small over more of them
+WIDEST = 1024  # keys of a tile: over more, the small products of tiled_products.py would get too small
 
 
 class Run(NamedTuple):
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 class Tile(NamedTuple):
     """What is computed at once: queries [i0, i1) and keys of which they see something, run beside run.
 
-    Without a block mask the runs are one piece.
+    Without a block mask there is one run.
     """
 
     i0: int
@@ -40,6 +40,20 @@ class Tile(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         return self.i1 - self.i0, self.runs[-1].columns.stop
+
+    def of(self, array: np.ndarray, j0: int, name: str, buffers: Buffers) -> np.ndarray:
+        """The columns of array that belong to the tile's keys; array's are those of keys from j0 on."""
+        found = [array[:, run.j0 - j0 : run.j1 - j0] for run in self.runs]
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found, axis=1, out=buffers.empty(name, len(array), self.shape[1]))
+
+    def rows_of(self, array: np.ndarray, j0: int, name: str, buffers: Buffers) -> np.ndarray:
+        """The same of an array with a row for each key."""
+        found = [array[run.j0 - j0 : run.j1 - j0] for run in self.runs]
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found, out=buffers.empty(name, self.shape[1], array.shape[1]))
 
 
 class Visible:
@@ -105,9 +119,8 @@ class Visible:
             c0, c1 = max(j0, begin), min(j1, end)
             if r0 >= r1 or c0 >= c1:
                 continue
-            widest = max(1, area // (r1 - r0))
-            runs = [(c0, c1)] if cells is None else cells.runs_of_keys(r0, c0, c1)
-            runs = pieces(runs, min(widest, LONGEST_RUN))
+            widest = min(max(1, area // (r1 - r0)), WIDEST)
+            runs = pieces([(c0, c1)] if cells is None else cells.runs_of_keys(r0, c0, c1), widest)
             if self.mask is not None:
                 runs = [run for run in runs if part(self.mask, r0, r1, *run).any()]
             tiles += [Tile(r0, r1, packed) for packed in side_by_side(runs, widest)]
@@ -150,11 +163,6 @@ def triangle(n: int, m: int, k: int) -> np.ndarray:
     return np.tri(n, m, k, bool)
 
 
-def part_of(pairs: np.ndarray | None, run: Run) -> np.ndarray | None:
-    """The columns of a run, of an array of a tile or of None."""
-    return None if pairs is None else pairs[:, run.columns]
-
-
 def side_by_side(runs: list[tuple[int, int]], widest: int) -> list[tuple[Run, ...]]:
     """The runs [j0, j1), in groups of at most `widest` keys."""
     groups: list[list[Run]] = []
@@ -177,9 +185,15 @@ def pieces(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
     return [piece for span in spans for piece in cut(*span, size)]
 
 
-def tile_size(n_rows: int, n_items: int, largest: int, cell: int = 1) -> int:
-    """Rows of an item: n_rows over n_items, in 64s, from 128 to `largest`; whole cells of a block mask."""
+def tile_size(n_rows: int, n_items: int, largest: int, block: int | None = None) -> int:
+    """Rows of an item: n_rows over n_items, in 64s, from 128 to `largest`.
+
+    block: rows of a block of the block mask.  It leaves less to do: items are twice as large, whole blocks.
+    """
+    if block is not None:
+        n_rows, largest = 2 * n_rows, 2 * largest
     size = min(max(-(-n_rows // (64 * n_items)) * 64, 128), largest)
+    cell = 1 if block is None else cell_size(block)
     return max(size // cell, 1) * cell if cell <= largest else size
 
 

@@ -73,7 +73,9 @@ def test_several_tiles_along_both_axes(options, monkeypatch):
     for module in (tiled, tiled_backward):
         monkeypatch.setattr(module, "TILE_Q", 32)
         monkeypatch.setattr(module, "TILE_KV", 16)
-        monkeypatch.setattr(module, "LOADED_KV", 32)
+    monkeypatch.setattr(tiled, "LOADED", 2**8)
+    monkeypatch.setattr(tiled, "FEW_ROWS", 32)
+    monkeypatch.setattr(tiled_backward, "LOADED_KV", 32)
     monkeypatch.setattr(tiled_blocks, "GRAIN", 8)
     build = Build(head_dim=8, alibi=True, bias="same", mask="causal" in options, sink=True, dlse=True)
     for call in list_of_calls(6, seed=3, build=build, max_scores=2**15, extreme=False):
