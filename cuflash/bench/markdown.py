@@ -260,7 +260,7 @@ def profiles(name: str, found: Sequence[Record]) -> str:
     newest: dict[tuple[str, str], tuple[Record, dict[str, Any]]] = {}
     for record in mine:
         for one in record["kernels"] if card(record) == device else ():
-            newest[one["kernel"], one["label"]] = record, one
+            newest[one["kernel"], one.get("label") or record.get("label", "")] = record, one
     head = ["kernel", "problem", "ms", *UTILISATION, "occupancy", "DRAM GB", "warps wait for", "limiter"]
     body = []
     for (kernel, label), (record, one) in sorted(newest.items()):
