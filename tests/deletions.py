@@ -25,7 +25,7 @@ WAIT = re.compile(
 # where the instructions themselves are defined
 WRAPPERS = {"warp", "barrier", "cp_async", "mbarrier", "tma", "cluster", "wgmma"}
 WRAPPERS |= {"emulated", "memory", "platform"}
-SEEDS = (1, 2, 3, 5, 0)
+SEEDS = (1, 2, 3, 5, 7, 0)
 DETERMINISTIC = (
     "ragged grouped heads", "alibi", "block mask", "bias by key", "bias by head and query", "turns"
 )  # fmt: skip
