@@ -41,6 +41,10 @@ class Tile(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.i1 - self.i0, self.runs[-1].columns.stop
 
+    def keys(self) -> np.ndarray:
+        """Positions of the keys."""
+        return np.concatenate([np.arange(run.j0, run.j1) for run in self.runs])
+
     def of(self, array: np.ndarray, j0: int, name: str, buffers: Buffers) -> np.ndarray:
         """The columns of array that belong to the tile's keys; array's are those of keys from j0 on."""
         found = [array[:, run.j0 - j0 : run.j1 - j0] for run in self.runs]
@@ -128,11 +132,25 @@ class Visible:
 
     def hide(self, array: np.ndarray, tile: Tile, value: float, buffers: Buffers) -> None:
         """Write value into the hidden pairs of the tile: -inf into scores, 0 into weights."""
-        if self.has_holes:
-            for run in tile.runs:
-                self._hide(array[:, run.columns], tile.i0, run.j0, value, buffers)
+        if not self.has_holes:
+            return
+        for run in tile.runs:
+            self._hide_positions(array[:, run.columns], tile.i0, run.j0, value)
+            if self.mask is not None:
+                visible = part(self.mask, tile.i0, tile.i1, run.j0, run.j1)
+                if not visible.all():
+                    buffers.keep_only(array[:, run.columns], visible, value)
+        if self.cuts_blocks:
+            queries, keys = np.arange(tile.i0, tile.i1), tile.keys()
+            ends = (tile.i0, tile.i1), (int(keys[0]), int(keys[-1]) + 1)
+            kept = kept_blocks(self.block_mask, self.sequence.b, self.h, *ends)
+            rows, columns = queries // self.block_mask.block_q, keys // self.block_mask.block_k
+            kept = kept[:, columns - columns[0]][rows - rows[0]]
+            if not kept.all():
+                buffers.keep_only(array, kept, value)
 
-    def _hide(self, array: np.ndarray, i0: int, j0: int, value: float, buffers: Buffers) -> None:
+    def _hide_positions(self, array: np.ndarray, i0: int, j0: int, value: float) -> None:
+        """What causal and window hide in the rectangle whose corner is (i0, j0)."""
         i1, j1 = i0 + array.shape[0], j0 + array.shape[1]
         if self.last is not None:  # the corner of early queries and late keys
             end = min(max(j1 - 1 - self.last, i0), i1)
@@ -144,17 +162,6 @@ class Visible:
             end = min(max(i1 - 1 + self.first, j0), j1)
             hidden = triangle(i1 - start, end - j0, start + self.first - j0 - 1)
             np.copyto(array[start - i0 :, : end - j0], value, where=hidden)
-        if self.mask is not None:
-            visible = part(self.mask, i0, i1, j0, j1)
-            if not visible.all():
-                buffers.keep_only(array, visible, value)
-        if self.cuts_blocks:
-            block_q, block_k = self.block_mask.block_q, self.block_mask.block_k
-            kept = kept_blocks(self.block_mask, self.sequence.b, self.h, (i0, i1), (j0, j1))
-            if not kept.all():
-                rows = np.arange(i0, i1) // block_q - i0 // block_q
-                columns = np.arange(j0, j1) // block_k - j0 // block_k
-                buffers.keep_only(array, kept[rows[:, None], columns], value)
 
 
 @functools.lru_cache(maxsize=8)
