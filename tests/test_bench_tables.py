@@ -243,6 +243,13 @@ def test_every_table_is_in_a_readme(checkout):
         assert f"<!-- {name} -->" in text and f"<!-- /{name} -->" in text, name
 
 
+def test_suites_say_how_long_they_took():
+    found = rows_of(markdown.render("suites", [fake_record() | {"seconds": 64.3}]))
+    assert set(found) == {"suite", *(f"`{name}`" for name in suites.SUITES)}
+    assert found["`forward`"][2:] == ["1", "1", "64"]
+    assert not any(found["`ladder`"][2:])
+
+
 def test_only_records_of_the_bench_are_read(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(fake_record()))
     (tmp_path / "b.json").write_text(json.dumps(fake_record(kind="check")))

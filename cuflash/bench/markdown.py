@@ -285,6 +285,22 @@ def waits_for(one: dict[str, Any]) -> str:
     return ", ".join(f"{reason.replace('_', ' ')} {100 * part:.0f} %" for reason, part in most)
 
 
+def suites_table(name: str, found: Sequence[Record]) -> str:
+    """A line per suite: what it measures, and how long its newest record took, kernels compiled before."""
+    body = []
+    for suite, words in SUITES.items():
+        mine = [r for r in found if r.get("suite") == suite and not r["protocol"].get("sustained_s")]
+        took = ["", "", ""]
+        if mine:
+            record = mine[-1]
+            kinds = [{x["name"] for x in one["lines"] if x["kind"] == "peer"} for one in record["results"]]
+            peers = max(map(len, kinds), default=0)
+            took = [str(len(record["results"])), str(peers or "none"), f"{record['seconds']:.0f}"]
+        body.append([f"`{suite}`", words, *took])
+    head = ["suite", "what it measures", "problems, last time", "beside peers", "seconds, compiled before"]
+    return markdown(head, body)
+
+
 def _share(part: float | None) -> str:
     return "" if part is None else f"{part:.0f} %"
 
@@ -293,6 +309,7 @@ TABLES: dict[str, Callable[[str, Sequence[Record]], str]] = {
     **{name: by_shape for name in SUITES},
     **{name: compared for name in COMPARED_WITH},
     "sustained": sustained,
+    "suites": suites_table,
     "ladder": by_rung,
     "speed": speed,
     "profile": profiles,
