@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import tiled_visible
+from cuflash import BlockMask, reference, tiled_visible
 
 BLOCK, LENGTH, DIM = 128, 1024, 64
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
@@ -72,3 +72,40 @@ def test_tiles_of_the_kernels(share):
     assert BLOCK % tile.tile_q == 0 and BLOCK % tile.tile_kv == 0
     assert backward.arrays["q"][0] == n_kept * (BLOCK // tile.tile_kv) * BLOCK * row_bytes
     assert backward.exps == pairs
+
+
+@pytest.mark.parametrize(
+    ("block", "density", "options"),
+    [
+        ((64, 64), 0.5, {}),
+        ((64, 64), 0.05, {"window": (300, 200)}),
+        ((96, 128), 0.3, {"causal": True, "query_offset": 700}),
+        ((16, 48), 0.3, {"causal": True, "query_offset": 700}),
+        ((256, 512), 0.5, {"window": (300, 200)}),
+        ((1, 700), 0.5, {"dropout": (0.2, 7)}),
+    ],
+    ids=str,
+)
+def test_scattered_blocks(block, density, options):
+    """Runs of kept blocks side by side in a tile, wide gaps, ragged ends; positions cut blocks."""
+    rng = np.random.default_rng(0)
+    len_q, len_k = 700, 1500
+    q, dout = (rng.standard_normal((1, len_q, 2, 8)) for _ in range(2))
+    k, v = (rng.standard_normal((1, len_k, 1, 8)) for _ in range(2))
+    dense = rng.random((1, 2, -(-len_q // block[0]), -(-len_k // block[1]))) < density
+    options = {
+        "block_mask": BlockMask.from_dense(dense, *block),
+        "bias": rng.standard_normal((1, 2, len_q, len_k)),
+        "alibi_slopes": np.array([0.01, 0.02]),
+        **options,
+    }
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    expected = reference.attention(q, k, v, return_lse=True, **options)
+    np.testing.assert_allclose(out, expected[0], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(lse, expected[1], rtol=1e-13, atol=1e-14)
+    arrays = (dout, q, k, v, *expected)
+    grads = cuflash.attention_backward(*arrays, **options, dlse=lse)
+    expected = reference.attention_backward(*arrays, **options, dlse=lse)
+    for name, value in expected._asdict().items():
+        if value is not None:
+            np.testing.assert_allclose(getattr(grads, name), value, rtol=1e-11, atol=1e-11, err_msg=name)

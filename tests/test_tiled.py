@@ -103,6 +103,15 @@ def test_without_a_fast_exp2(monkeypatch):
         check_call(call)
 
 
+@pytest.mark.parametrize("small", [2000, 0])
+def test_any_blas(small, monkeypatch):
+    """0: products are whole, as where BLAS has no kernel for small ones."""
+    monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: bool(small))
+    monkeypatch.setattr(tiled_products, "SMALL", small)
+    for call in list_of_calls(4, seed=9, build=Build(head_dim=40, causal=True), max_scores=2**15):
+        check_call(call)
+
+
 def test_scores_that_rise_and_fall():
     """Far above and below what one exponential holds, in order up, down and mixed."""
     rng = np.random.default_rng(0)
@@ -164,50 +173,6 @@ def test_dropout_takes_exactly_the_weights_of_dropout_mask():
     np.testing.assert_array_equal(out.transpose(0, 2, 1, 3) != 0, keep)
     np.testing.assert_allclose(out[out != 0], 1 / len_k / (1 - 0.37), rtol=1e-6)
     assert not np.array_equal(keep, cuflash.dropout_mask(2, heads, len_q, len_k, (0.37, 11)))
-
-
-# ---- products
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("small", [10, 400, 10**6])
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (7, 3, 5), (24, 1, 7), (100, 8, 4), (61, 3, 11), (0, 3, 4), (9, 0, 4)]
-)
-def test_products_in_pieces_are_products(shape, small, dtype, monkeypatch):
-    """Whatever the number of rows at a time; of views, as tiles have them; nothing else is written."""
-    monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: True)
-    monkeypatch.setattr(tiled_products, "SMALL", small)
-    n, k, m = shape
-    rng = np.random.default_rng(0)
-    A, B = rng.integers(-9, 9, (n, k)).astype(dtype), rng.integers(-9, 9, (k, m)).astype(dtype)
-    wide_A, wide_B = np.pad(A, ((0, 0), (0, 2))), np.pad(B, ((0, 0), (1, 3)))
-    for left in (A, np.asfortranarray(A), wide_A[:, :k]):
-        for right in (B, wide_B[:, 1 : 1 + m]):
-            target = np.full((n, m + 4), np.nan, dtype)
-            got = tiled_products.multiply(left, right, out=target[:, 2 : 2 + m])
-            np.testing.assert_array_equal(target[:, 2 : 2 + m], A @ B)
-            assert np.isnan(target[:, :2]).all() and np.isnan(target[:, 2 + m :]).all()
-            assert np.shares_memory(got, target) or not got.size
-
-
-def test_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: True)
-    for n in (1, 5, 128, 256, 2048):
-        for flop in (0, 1, 64, 65 * 240, 65 * 1024, 66 * 2048, 10**6):
-            rows = tiled_products.small_rows(n, flop)
-            assert rows == n or (rows % 4 == 0 and rows < n and rows * flop <= tiled_products.SMALL)
-    monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: False)
-    assert tiled_products.small_rows(2048, 64 * 256) == 2048
-
-
-@pytest.mark.parametrize("small", [2000, 0])
-def test_any_blas(small, monkeypatch):
-    """0: products are whole, as where BLAS has no kernel for small ones."""
-    monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: bool(small))
-    monkeypatch.setattr(tiled_products, "SMALL", small)
-    for call in list_of_calls(4, seed=9, build=Build(head_dim=40, causal=True), max_scores=2**15):
-        check_call(call)
 
 
 # ---- targets
@@ -394,6 +359,24 @@ def test_memory_does_not_grow_with_the_scores(dtype):
     finally:
         tracemalloc.stop()
     assert forward < 20e6 and backward < 30e6, (forward, backward)  # the scores alone would be 268 MB
+
+
+def test_memory_of_block_masks():
+    """The same where a quarter of the blocks is kept: more keys are loaded at once."""
+    rng = np.random.default_rng(0)
+    q, dout = (rng.standard_normal((1, 1024, 2, 64), np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((1, 32768, 2, 64), np.float32) for _ in range(2))
+    options = {"block_mask": BlockMask.from_dense(rng.random((8, 256)) < 0.25, 128, 128)}
+    tracemalloc.start()
+    try:
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+        forward = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        cuflash.attention_backward(dout, q, k, v, out, lse, **options)
+        backward = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert forward < 40e6 and backward < 80e6, (forward, backward)  # 34 MB of it are dk and dv
 
 
 # ---- tiles that are skipped
