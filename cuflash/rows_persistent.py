@@ -132,7 +132,7 @@ FWD_10 = Row(
         _tile(256, 64, 64, 4, least_tiles=N_SMS),
         _tile(192, 112, 96, least_tiles=N_SMS),
         _tile(128, 128, 128),
-        _tile(128, 96, 192, **WIDE),
+        _tile(128, 80, 192, Q_STAGES=1, OVERLAP=1),
         _tile(128, 64, 256, **WIDE),
     ),
     (

@@ -6,7 +6,7 @@
 #pragma once
 #include "positions.cuh"
 
-constexpr i64 SECTION_BYTES = 16 << 20;   // of K and V: a third of the L2 of a large GPU
+constexpr i64 SECTION_BYTES = 8 << 20;   // of K and V: what a wave of blocks reads of heads of 512 keys
 
 struct alignas(16) Work {
   i32 b;     // sequence; packed: args.batch is the tail
