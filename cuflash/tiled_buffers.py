@@ -43,7 +43,8 @@ class Buffers:
         if factor == 1:
             np.copyto(tile[:, :dim], x, casting="unsafe")
         else:
-            np.multiply(x, self.dtype.type(factor), out=tile[:, :dim], dtype=self.dtype)
+            # in float64, as the factor, rounded, would shift all that it multiplies the same way
+            np.multiply(x, factor, out=tile[:, :dim], dtype=np.float64, casting="unsafe")
         for number, column in enumerate(columns, dim):
             tile[:, number] = column
         return tile

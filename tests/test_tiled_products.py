@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cuflash import tiled_products
+from cuflash.tiled_buffers import Buffers
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -36,3 +37,11 @@ def test_rows_at_a_time(monkeypatch):
             assert rows == n or (rows % 4 == 0 and rows < n and rows * flop <= tiled_products.SMALL)
     monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: False)
     assert tiled_products.small_rows(2048, 64 * 256) == 2048
+
+
+def test_q_is_scaled_with_one_rounding():
+    """A factor rounded first would shift all scores the same way."""
+    x = np.random.default_rng(0).standard_normal((50, 3)).astype(np.float32)
+    loaded = Buffers("float32").load("Q", x, 1, factor=0.3)
+    np.testing.assert_array_equal(loaded[:, :3], (x.astype(np.float64) * 0.3).astype(np.float32))
+    assert (loaded[:, 3] == 1).all()
