@@ -12,10 +12,11 @@ from cuflash.rows_backward import dO_parts, tile_pairs
 from cuflash.rows_forward import Traffic, is_data_dependent
 
 
-def walked_bytes(problem: Problem, p: Params, shares: int) -> Traffic:
+def walked_bytes(problem: Problem, p: Params, shares: int, asks: bool = False) -> Traffic:
     """Of bwd_05_wgmma and bwd_06_specialize; {} where data decides, or gradients of options are wanted too.
 
-    shares: blocks among which the query heads of a key head are shared.
+    shares: blocks among which the query heads of a key head are shared.  asks: after each tile of keys a
+    block asks a counter for the next.
     """
     if is_data_dependent(problem) or len(problem.gradients) > 3:
         return {}
@@ -23,7 +24,12 @@ def walked_bytes(problem: Problem, p: Params, shares: int) -> Traffic:
     met = sum(rows for rows, _, _ in pairs) * problem.batch * problem.heads_k * shares
     size = ITEMSIZE[problem.dtype]
     keys = {"k": (met * problem.head_dim * size, 0), "v": (met * problem.head_dim_v * size, 0)}
-    return _around(problem, p, shares) | keys
+    traffic = _around(problem, p, shares) | keys
+    if asks:
+        counts = 4 * len(range(0, problem.len_k, p["TILE_KV"])) * problem.batch * problem.heads_k * shares
+        read, written = traffic["query_rows"]
+        traffic["query_rows"] = read + counts, written + counts
+    return traffic
 
 
 def cluster_bytes(problem: Problem, p: Params, shares: int) -> Traffic:
@@ -62,7 +68,7 @@ def _around(problem: Problem, p: Params, shares: int, blocks: int = 1) -> Traffi
         "out": (rows * dv * o_size, 0),
         "dout": (rows * dv * do_size, 0),
         "lse": (rows * 4, 0),
-        "query_rows": (visits * pair * blocks, places * pair),
+        "query_rows": (visits * pair * blocks, places * pair + 4),  # and a counter
         "dQ_tiles": ((visits + places) * tile, (visits + places) * tile),
         "dq": (0, rows * d * out_size),
     }

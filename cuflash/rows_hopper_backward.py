@@ -87,7 +87,7 @@ def query_tile_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     """Slots 2 to 5: rows, dQ, dO in 16 bits; turns of a deterministic backward."""
     n, tile = places(problem, p), p["TILE_Q"]
     slots = (
-        Slot("query_rows", "float32", (n, 2, tile)),
+        Slot("query_rows", "float32", (n + 1, 2, tile)),  # the last is a counter
         Slot("dQ_tiles", "float32", (n, tile * p["HEAD_DIM"])),
         Slot("dO_tiles", problem.dtype, (dO_parts(p), n if dO_parts(p) > 1 else 0, tile * p["HEAD_DIM_V"])),
     )
@@ -105,6 +105,11 @@ def _splits(problem: Problem, p: Params) -> int:
     return group_shares(problem, _key_blocks(problem, p), ENOUGH_BLOCKS)
 
 
+def _stays(p: Params) -> bool:
+    """A block takes one tile of keys after another."""
+    return True
+
+
 def _key_grid(problem: Problem, p: Params) -> Grid:
     return _key_blocks(problem, p) * _splits(problem, p), 1, 1
 
@@ -117,6 +122,10 @@ def _workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
 
 def _bytes(problem: Problem, p: Params) -> Traffic:
     return walked_bytes(problem, p, _splits(problem, p))
+
+
+def _resident_bytes(problem: Problem, p: Params) -> Traffic:
+    return walked_bytes(problem, p, _splits(problem, p), asks=True)
 
 
 def panel(size: int) -> int:
@@ -149,26 +158,26 @@ MAPS = (
 )
 
 
-def _tiles_bytes(p: Params, dS_stages: int, barriers: int) -> int:
+def _tiles_bytes(p: Params, stages: int, dS_stages: int, barriers: int, works: int = 0) -> int:
     q, kv, d, dv = p["TILE_Q"], p["TILE_KV"], p["HEAD_DIM"], p["HEAD_DIM_V"]
     tiles = shared_bytes(
-        (2, kv, d), (2, kv, dv), (2, 2 * q, d), (2, 2 * dO_parts(p) * q, dv), (2, dS_stages * kv, q),
-        (4, 4, q), (8, 1, barriers), (4, 1, 8),
+        (2, kv, d), (2, kv, dv), (2, stages * q, d), (2, stages * dO_parts(p) * q, dv),
+        (2, dS_stages * kv, q), (4, 2 * stages, q), (8, 1, barriers), (4, 1, 8), (32, 1, works),
     )  # fmt: skip
     return round_up(tiles, 1024)
 
 
 def _wgmma_smem(p: Params) -> int:
-    return _tiles_bytes(p, 1, 3)
+    return _tiles_bytes(p, 2, 1, 3)
 
 
 def _specialize_smem(p: Params) -> int:
-    kept = 0
+    kept, stages = 0, p["N_STAGES"]
     if p["BLOCK_MASK"]:
-        kept = kept_blocks_bytes(p["TILE_KV"], p["TILE_Q"], p["BLOCK_KV"], p["BLOCK_Q"], 2)
+        kept = kept_blocks_bytes(p["TILE_KV"], p["TILE_Q"], p["BLOCK_KV"], p["BLOCK_Q"], stages)
         if kept == 0 and p["DETERMINISTIC"]:  # tiles that are kept as a whole or not at all are visited too
-            kept = shared_bytes((4, 2, 1))
-    return round_up(_tiles_bytes(p, 2, 13) + kept, 1024)
+            kept = shared_bytes((4, stages, 1))
+    return round_up(_tiles_bytes(p, stages, stages, 8 * stages + 6, 2) + kept, 1024)
 
 
 def _steps(*own: Step) -> tuple[Step, ...]:
@@ -210,14 +219,15 @@ BWD_06 = Row(
     90,
     (
         Tile(128, 128, 12, 2, up_to=64, least=64, plain=True),
-        Tile(64, 128, 12, 2, up_to=128, least=64),
+        Tile(64, 128, 12, 3, up_to=128, least=64),
+        Tile(64, 128, 12, 2, up_to=128, least=64),  # where dout of another dtype takes the room
     ),
-    _steps(Step("bwd_06_specialize", _key_grid, _specialize_smem, maps=MAPS, overlaps=True)),
-    "a producer warp, two consumer warpgroups; the next S runs under this step's arithmetic",
+    _steps(Step("bwd_06_specialize", _key_grid, _specialize_smem, maps=MAPS, resident=_stays, overlaps=True)),
+    "a producer warp, two consumer warpgroups, one tile of keys after another; dQ a step late",
     dtypes=DTYPES,
     exact_arch=True,
     limits=LIMITS,
     workspace=_workspace,
-    bytes=_bytes,
+    bytes=_resident_bytes,
     flops_per_clock=4096,
 )

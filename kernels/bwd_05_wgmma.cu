@@ -64,11 +64,11 @@ DEVICE void request(const MappedArgs& args, Smem& smem, const QueryWalk<Walk>& a
 KERNEL(n_threads, 1) bwd_05_wgmma(const __grid_constant__ MappedArgs args) {
   SHARED_MEMORY(Smem, smem);
   const int thread = threadIdx.x, group = shfl(thread / 128, 0);
-  const Own own = own_of(args);
-  if (!own.keys.exists) return;
-  const Sequence& seq = own.keys.seq;
-  const Meeting meeting = meeting_of(args, seq, own.keys.j0, false);
-  QueryWalk<Walk> at(args, seq, meeting.queries, own.keys.j0, own.h_begin, own.h_end, thread % 32);
+  const Own own = own_of(args, blockIdx.x);
+  if (!own.exists) return;
+  const Sequence seq = sequence_of(args, own.b);
+  const Meeting meeting = meeting_of(args, seq, own.j0, false);
+  QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, thread % 32);
   if (thread == 0) {
     mbarrier_init(smem.full(0), 1);
     mbarrier_init(smem.full(1), 1);
@@ -77,15 +77,15 @@ KERNEL(n_threads, 1) bwd_05_wgmma(const __grid_constant__ MappedArgs args) {
   }
   block_sync();   // the barriers are there
   if (thread == 0 && at.exists()) {
-    const int row = static_cast<int>(seq.k_row0) + own.keys.j0;
-    const int h_k = static_cast<int>(own.keys.h), b = static_cast<int>(seq.array_b);
+    const int row = static_cast<int>(seq.k_row0) + own.j0;
+    const int h_k = own.h_k, b = static_cast<int>(seq.array_b);
     mbarrier_arrive_expect(smem.KV_full(), smem.K.n_bytes + smem.V.n_bytes);
     smem.K.load(args.maps.K, smem.KV_full(), row, h_k, b);
     smem.V.load(args.maps.V, smem.KV_full(), row, h_k, b);
     request(args, smem, at, 0);
   }
 
-  KeyGroup<Smem, 0> mine(args, smem, own, meeting, group, thread % 128);
+  KeyGroup<Smem, 0> mine(args, smem, own, seq, meeting, group, thread % 128);
   Turns turns(args, group, thread % 128);
   if (at.exists()) mbarrier_wait(smem.KV_full(), 0);
 #pragma unroll 1
@@ -110,10 +110,10 @@ KERNEL(n_threads, 1) bwd_05_wgmma(const __grid_constant__ MappedArgs args) {
     mine.ask_dQ(0);
     wgmma_wait<0>();
     const i64 place = place_of(args, seq, at.h, at.i0);
-    if constexpr (deterministic) turns.wait(place, turn_of(args, seq, at.i0, own.keys.j0));
+    if constexpr (deterministic) turns.wait(place, turn_of(args, seq, at.i0, own.j0));
     mine.add_dQ(place);
     block_sync();   // everyone has used this step's Q, dO, rows and dS: they may be overwritten
   }
   if constexpr (deterministic) turns.announce();
-  mine.finish();
+  mine.finish(own, seq);
 }

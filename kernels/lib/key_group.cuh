@@ -38,23 +38,42 @@ using TileQ = PanelTile<tile_q, head_dim_tile>;
 using TiledO = PanelTile<tile_q, head_dim_v_tile>;
 using TileS = PanelTile<tile_kv, tile_q>;   // dS: [keys][queries]
 
-// What a block owns.
-struct Own {
-  KeyTile keys;
-  i64 slot;   // number of the key tile among all sequences'
+// What a block owns for a time: a tile of keys, and the query heads whose queries it walks.  Small enough to
+// be passed around.
+struct alignas(16) Own {
+  i32 b;      // sequence; packed: args.batch is the tail
+  i32 h_k;    // key head
+  i32 j0;     // first key; NO_WORK: there is no tile of this number
+  i32 slot;   // number of the key tile among all sequences'
   i32 h_begin, h_end;
-  bool shares;   // adds to dK_sum, dV_sum
+  i32 shares;   // adds to dK_sum, dV_sum
+  i32 exists;   // false: an empty slot of a packed call
 };
-DEVICE Own own_of(const Args& args) {
+constexpr i32 NO_WORK = -1;
+DEVICE Own same_in_all_lanes(const Own& x) {   // so the compiler sees that it is
+  return {shfl(x.b, 0), shfl(x.h_k, 0), shfl(x.j0, 0), shfl(x.slot, 0),
+          shfl(x.h_begin, 0), shfl(x.h_end, 0), shfl(x.shares, 0), shfl(x.exists, 0)};
+}
+
+constexpr u32 enough_blocks = 132;   // = ENOUGH_BLOCKS of rows_hopper_backward.py
+// The x-th tile.  Where tiles are few, parts of a key head's query heads are counted apart: = _splits there.
+DEVICE Own own_of(const Args& args, u32 x) {
   Own own = {};
   const u32 heads_k = static_cast<u32>(args.heads_k), group = static_cast<u32>(args.heads) / heads_k;
-  const u32 n_blocks = static_cast<u32>(n_slots(args, args.len_k, tile_kv)) * heads_k;
-  const u32 split = blockIdx.x / n_blocks, n_parts = gridDim.x / n_blocks;
-  own.keys = key_tile_along(args, blockIdx.x % n_blocks, own.slot);
-  const u32 h0 = static_cast<u32>(own.keys.h) * group;
-  own.h_begin = static_cast<i32>(h0 + split * group / n_parts);
-  own.h_end = static_cast<i32>(h0 + (split + 1) * group / n_parts);
-  own.shares = n_parts > 1;
+  const u32 n_blocks = static_cast<u32>(n_slots(args, args.len_k, tile_kv)) * heads_k, part = x / n_blocks;
+  const u32 parts = deterministic ? 1 : clamp(enough_blocks / n_blocks, 1u, group);
+  own.j0 = NO_WORK;
+  if (part >= parts) return own;
+  i64 slot = 0;
+  const KeyTile keys = key_tile_along(args, x - part * n_blocks, slot);
+  own.b = static_cast<i32>(keys.seq.b);
+  own.h_k = static_cast<i32>(keys.h);
+  own.j0 = keys.j0;
+  own.slot = static_cast<i32>(slot);
+  own.h_begin = own.h_k * group + part * group / parts;
+  own.h_end = own.h_k * group + (part + 1) * group / parts;
+  own.shares = parts > 1;
+  own.exists = keys.exists;
   return own;
 }
 
@@ -98,10 +117,10 @@ template <class Smem, int held_steps> struct KeyGroup {
   u32 P[tile_q / 16][4], dS[tile_q / 16][4], V[held_steps + 1][4];
   KeptWeights kept = {};
 
-  DEVICE KeyGroup(const MappedArgs& args, Smem& smem, const Own& own, const Meeting& meeting, int group,
-                  int thread)
-      : args(args), smem(smem), own(own), seq(own.keys.seq), meeting(meeting), group(group),
-        warp(thread / 32), lane(thread % 32), key0(own.keys.j0 + group * 64 + warp * 16), j(key0 + lane / 4) {
+  DEVICE KeyGroup(const MappedArgs& args, Smem& smem, const Own& own, const Sequence& seq,
+                  const Meeting& meeting, int group, int thread)
+      : args(args), smem(smem), own(own), seq(seq), meeting(meeting), group(group), warp(thread / 32),
+        lane(thread % 32), key0(own.j0 + group * 64 + warp * 16), j(key0 + lane / 4) {
     if constexpr (!rules_differ) rules = head_rules_of(args, seq, own.h_begin);
     queries[0] = visible_queries(args, seq, j, j);
     queries[1] = visible_queries(args, seq, j + 8, j + 8);
@@ -120,22 +139,38 @@ template <class Smem, int held_steps> struct KeyGroup {
 
   // ---- the products: asked for here, there after a wgmma_wait
 
+  // Descriptors of K and V are the same in every step, and the compiler would keep each in a register.  One
+  // is enough: those of a tile's k16 steps are numbers apart.
+  struct Steps {
+    u64 high;
+    u32 low;
+    DEVICE explicit Steps(u64 first) : high(first & 0xffffffff00000000ull), low(static_cast<u32>(first)) {
+      pin(low);
+    }
+    DEVICE u64 operator()(u32 step) const { return high | (low + step); }   // step in 16 bytes
+  };
+  template <class Tile> DEVICE static constexpr u32 step_K(int k) {   // of descriptor_K
+    constexpr int steps = Tile::panel_cols / 16;   // in a panel
+    return (k / steps * Tile::panel_bytes + k % steps * 32) / 16;
+  }
   DEVICE void ask_S(int stage) {
     if constexpr (!overlaps) clear(S);
+    const Steps K(smem.K.descriptor_K(0, group * 64));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < head_dim_tile / 16; ++k)
-      wgmma<elem>(S, smem.K.descriptor_K(k, group * 64), smem.Q[stage].descriptor_K(k), k > 0);
+      wgmma<elem>(S, K(step_K<TileK>(k)), smem.Q[stage].descriptor_K(k), k > 0);
     wgmma_commit();
   }
   DEVICE void ask_dP(int stage) {
     if constexpr (!overlaps) clear(dP);
+    const Steps V_steps(smem.V.descriptor_K(0, group * 64));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < head_dim_v_tile / 16; ++k) {
       const u64 step = smem.dO[stage][0].descriptor_K(k);
       if (k < held_steps) wgmma<elem>(dP, V[k < held_steps ? k : 0], step, k > 0);
-      else wgmma<elem>(dP, smem.V.descriptor_K(k, group * 64), step, k > 0);
+      else wgmma<elem>(dP, V_steps(step_K<TileV>(k)), step, k > 0);
 #pragma unroll
       for (int part = 1; part < dO_parts; ++part)
         wgmma<elem>(dP, smem.V.descriptor_K(k, group * 64), smem.dO[stage][part].descriptor_K(k), true);
@@ -157,11 +192,12 @@ template <class Smem, int held_steps> struct KeyGroup {
   DEVICE void ask_dQ(int stage) {
     const u32 first = halves_rows ? group * TileS::panel_bytes / 16 : 0;
     const u32 first_K = halves_rows ? 0 : group * (dQ_cols / TileK::panel_cols) * TileK::panel_bytes / 16;
+    const Steps K(smem.K.descriptor(first_K, TileK::panel_bytes));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < tile_kv / 16; ++k)
       wgmma<elem, 1, 1>(dQ, smem.dS[stage].descriptor(first + k * TileS::line_bytes, TileS::panel_bytes),
-                        smem.K.descriptor(first_K + k * TileK::line_bytes, TileK::panel_bytes), k > 0);
+                        K(k * TileK::line_bytes), k > 0);
     wgmma_commit();
   }
 
@@ -170,8 +206,8 @@ template <class Smem, int held_steps> struct KeyGroup {
   // K and V have arrived.
   DEVICE void begin() {
     if constexpr (has_foreign_rows)
-      if (own.keys.j0 + tile_kv > seq.len_k) {   // dS is 0 there, and 0 x NaN is NaN
-        smem.K.clear_rows(seq.len_k - own.keys.j0, group * 128 + warp * 32 + lane, group_threads);
+      if (own.j0 + tile_kv > seq.len_k) {   // dS is 0 there, and 0 x NaN is NaN
+        smem.K.clear_rows(seq.len_k - own.j0, group * 128 + warp * 32 + lane, group_threads);
         fence_async_shared();
         barrier_sync(1, group_threads);   // the rows are zeros for both groups
       }
@@ -197,8 +233,14 @@ template <class Smem, int held_steps> struct KeyGroup {
   template <class Rows> DEVICE void soften(int stage, const QueryWalk<Walk>& at, Rows& lse, int row) {
     enter_head(at.h);
     const auto is_kept = [&](i32 i, i32 key) { return smem.keeps(at.blocks, key, at.i0, i, stage); };
-    float(&x)[n_scores] = overlaps ? S : weights;
-    if constexpr (!overlaps) copy(weights, S);
+    if constexpr (overlaps) {   // position alone hides: what is packed
+      make_weights<false>(args, rules, S, slopes, lse, row, at.i0, j, queries, lane, is_kept);
+      pack_scores(P, S);
+      if (!is_whole(meeting, at.i0)) hide_weights(P, at.i0, queries, lane);
+      return;
+    }
+    float(&x)[n_scores] = weights;
+    copy(weights, S);
     if (is_whole(meeting, at.i0))
       make_weights<false>(args, rules, x, slopes, lse, row, at.i0, j, queries, lane, is_kept);
     else make_weights<true>(args, rules, x, slopes, lse, row, at.i0, j, queries, lane, is_kept);
@@ -230,9 +272,8 @@ template <class Smem, int held_steps> struct KeyGroup {
 
   // After differentiate, best with no product on its way: dS of pairs that are hidden.
   DEVICE void hide(const QueryWalk<Walk>& at) {
-    // With 128 queries registers allow no branch here.
     if constexpr (overlaps && may_hide)
-      if (tile_q == 128 || !is_whole(meeting, at.i0)) hide_scores(dS, P);
+      if (!is_whole(meeting, at.i0)) hide_scores(dS, P);
   }
 
   // dS -> shared memory, where the other group's dQ needs it too: the caller announces it.
@@ -288,12 +329,12 @@ template <class Smem, int held_steps> struct KeyGroup {
     sums = {};
   }
 
-  // dK, dV -> memory.
-  DEVICE void finish() {
-    const i32 existing = seq.len_k - key0;
+  // dK, dV -> memory.  own, seq: as at the start; known anew, they need no registers in between.
+  DEVICE void finish(const Own& own, const Sequence& seq) {
+    const i32 key0 = own.j0 + group * 64 + warp * 16, existing = seq.len_k - key0;
     const float scale = static_cast<float>(args.scale);
     const auto rows_of = [&](const Tensor& tensor, i64 dim, i32 end) {
-      return tile_source(tensor, seq.array_b, seq.k_row0, own.keys.h, key0, end, 0, dim);
+      return tile_source(tensor, seq.array_b, seq.k_row0, own.h_k, key0, end, 0, dim);
     };
     if (own.shares) {
       add_rows(dK, args.dK_sum.data, rows_of(args.dK_sum, args.head_dim, seq.len_k), 0, lane);

@@ -101,9 +101,11 @@ template <class Walk> struct QueryWalk {
   }
 };
 
-// The key tile of block x of the grid: tiles of a head side by side, the heaviest with causal first; but
-// where blocks take turns the last keys first.  slot: its number among all sequences' tiles, as pass_dalibi
-// counts.
+constexpr u32 section_tiles = 256;   // of heads whose queries are to stay in the L2 cache together
+
+// The x-th key tile: tiles of a head side by side.  With causal the heaviest tiles of a section of heads come
+// first, so that light ones fill the end; where blocks take turns the last keys of a head do.  slot: its
+// number among all sequences' tiles, as pass_dalibi counts.
 DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
   KeyTile t = {};
   const u32 block = static_cast<u32>(x);   // of a grid: 32 bits are enough, and divided sooner
@@ -116,9 +118,19 @@ DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
     t.j0 = owner.tile * tile_kv;
     t.exists = t.j0 < t.seq.rows_k;
   } else {
-    const u32 n_tiles = static_cast<u32>(ceil_div(args.len_k, tile_kv)), head = block / n_tiles;
-    const u32 tile = deterministic ? n_tiles - 1 - block % n_tiles : block % n_tiles;
+    const u32 n_tiles = static_cast<u32>(ceil_div(args.len_k, tile_kv));
     const u32 heads_k = static_cast<u32>(args.heads_k);
+    u32 head = block / n_tiles, tile = block % n_tiles;
+    if constexpr (deterministic) {
+      tile = n_tiles - 1 - tile;
+    } else if constexpr (causal) {
+      const u32 all = heads_k * static_cast<u32>(args.batch);
+      const u32 wide = smallest(largest(section_tiles / n_tiles, 1u), all);
+      const u32 section = block / (wide * n_tiles), place = block - section * wide * n_tiles;
+      const u32 here = smallest(wide, all - section * wide);   // the last one may be smaller
+      tile = place / here;
+      head = section * wide + place - tile * here;
+    }
     t.h = head % heads_k;
     t.seq = sequence_of(args, head / heads_k);
     t.j0 = static_cast<i32>(tile) * tile_kv;
@@ -220,6 +232,22 @@ DEVICE void make_weights(const Args& args, const HeadRules& rules, float (&S)[n_
 DEVICE void pack_scores(Words& words, const float (&x)[n_scores]) {
 #pragma unroll
   for (int n = 0; n < n_scores / 2; ++n) words[n / 4][n % 4] = pack<elem>(x[2 * n], x[2 * n + 1]);
+}
+
+// P <- 0 for pairs that position hides.
+DEVICE void hide_weights(Words& P, i32 i0, const Range (&queries)[2], int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const i32 first = i0 + 2 * (lane % 4) - queries[half].begin;   // of the lane's queries, among those seen
+    const u32 seen = static_cast<u32>(queries[half].end - queries[half].begin);
+#pragma unroll
+    for (int c = 0; c < n_scores / 4; ++c) {
+      const int n = 2 * c + half;
+      const u32 low = static_cast<u32>(first + 8 * c) < seen ? 0xffffu : 0;
+      const u32 high = static_cast<u32>(first + 8 * c + 1) < seen ? 0xffff0000u : 0;
+      P[n / 4][n % 4] &= low | high;
+    }
+  }
 }
 
 // Each half is all ones where its highest bit is set, else 0.

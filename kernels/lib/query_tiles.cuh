@@ -1,7 +1,8 @@
 // query_tiles.cuh - what a Hopper backward keeps per query tile in the workspace, padded to whole tiles.
 //
 // A query tile is TILE_Q queries of one sequence and head.  Its place is its number in two arrays:
-//   rows    float [places, 2, TILE_Q]            lse, then delta, of each query: one bulk copy a tile
+//   rows    float [places + 1, 2, TILE_Q]        lse, then delta, of each query: one bulk copy a tile; the
+//                                                last place is a counter
 //   dQ      float [places, TILE_Q * HEAD_DIM]    the sum of dS K, in the order of accumulators
 // lse is in base 2 (times log2(e)) where only scale stands between a product and its score, natural else,
 // where the weights must be nearer to the truth; +inf where a query attends to nothing or does not exist:
@@ -37,6 +38,9 @@ DEVICE i64 places_per_head(const Args& args) {
 DEVICE i64 all_places(const Args& args) {
   return places_per_head(args) * args.heads * (is_packed ? 1 : args.batch);
 }
+
+// Where blocks ask for the next tile of keys: an i32 behind the rows of the last place.  __open sets it to 0.
+DEVICE i64 counter_index(const Args& args) { return all_places(args) * 2 * tile_q; }
 
 // The place of the tile at row i0 of head h.  Fewer than 2^31: they are the blocks of a grid.
 DEVICE i32 place_of(const Args& args, const Sequence& seq, i64 h, i32 i0) {

@@ -1,0 +1,168 @@
+// key_producer.cuh - the shared memory of a resident Hopper backward, and the warps beside its consumers.
+//
+// The producer takes tiles of keys one after another, announces each to the others, and copies its K and V,
+// then Q, lse and delta, dO of every query tile that sees those keys.  It runs ahead of the consumers, into
+// the next tile of keys too, as far as stages are empty.
+// All 32 lanes walk, one waits and acts: one that waited for itself could miss two phases of a barrier.
+#pragma once
+#include "dependent.cuh"
+#include "key_group.cuh"
+#include "roles.cuh"
+
+struct Tiles {
+  TileK K;
+  TileV V;
+  TileQ Q[n_stages];    // rings
+  TiledO dO[n_stages][dO_parts];
+  TileS dS[n_stages];
+  Shared<float, 2 * n_stages, tile_q> rows;   // of a stage: lse, delta
+  Shared<u64, 1, n_stages> Q_full, dO_full, empty, dS_full;
+  Shared<u64, 1, 2> work_full, work_empty;
+  Shared<u64, 1, 1> KV_full, KV_empty;
+  Shared<u64, 1, n_stages> turn[2], added[2];   // of a group
+  Shared<float, 1, group_warps> sums;         // of dalibi_slopes, a number per warp
+  Shared<Own, 1, 2> work;                     // what the producer took
+};
+struct Smem : Tiles, KeptBlocks<Walk, asks_blocks, n_stages> {};
+
+constexpr int turn_takers = deterministic ? 2 : 0;   // warps that follow the work besides the consumers
+
+DEVICE void start_barriers(Smem& smem) {
+  for (int stage = 0; stage < n_stages; ++stage) {
+    mbarrier_init(smem.Q_full.address(0, stage), 1);
+    mbarrier_init(smem.dO_full.address(0, stage), 1);
+    mbarrier_init(smem.empty.address(0, stage), group_warps);
+    mbarrier_init(smem.dS_full.address(0, stage), group_warps);
+  }
+  for (int group = 0; group < 2; ++group)
+    for (int stage = 0; stage < n_stages; ++stage) {
+      mbarrier_init(smem.turn[group].address(0, stage), 1);
+      mbarrier_init(smem.added[group].address(0, stage), group_warps / 2);
+    }
+  for (int n = 0; n < 2; ++n) {
+    mbarrier_init(smem.work_full.address(0, n), 1);
+    mbarrier_init(smem.work_empty.address(0, n), group_warps + turn_takers);
+  }
+  mbarrier_init(smem.KV_full.address(0, 0), 1);
+  mbarrier_init(smem.KV_empty.address(0, 0), group_warps);
+  mbarrier_init_fence();
+}
+
+// A block's n-th work, and that a warp needs it no more.
+DEVICE Own work_of(Smem& smem, u32 n) {
+  mbarrier_wait(smem.work_full.address(0, n % 2), n / 2 & 1);   // the producer has taken it
+  return same_in_all_lanes(smem.work(0, n % 2));
+}
+DEVICE void leave_work(Smem& smem, u32 n, int lane) {
+  warp_sync();   // all lanes have read
+  if (lane == 0) mbarrier_arrive(smem.work_empty.address(0, n % 2));
+}
+
+struct Producer {
+  const MappedArgs& args;
+  Smem& smem;
+  const int lane;
+  Ring<n_stages> at_stage;
+  Ring<2> work_at;
+  Ring<1> KV_at;
+
+  DEVICE void run() {
+    bool first = true;   // of this block's tiles
+    const Global<i32> counter(args.workspace[SLOT_ROWS]);
+    for (u32 x = blockIdx.x;;) {
+      const Own own = own_of(args, x);
+      if (lane == 0) {
+        work_at.wait_empty(smem.work_empty);   // everyone has read what was here
+        smem.work(0, work_at.stage) = own;
+        mbarrier_arrive(smem.work_full.address(0, work_at.stage));
+      }
+      work_at.next();
+      if (own.j0 == NO_WORK) break;
+      load(own, first);
+      if (first) next_kernel_may_start();
+      first = false;
+      // Not before: who takes a tile early keeps others from it.
+      const i32 taken = lane == 0 ? counter.fetch_add(counter_index(args), 1) : 0;
+      x = gridDim.x + static_cast<u32>(shfl(taken, 0));
+    }
+  }
+
+  DEVICE void load(const Own& own, bool first) {
+    const Sequence seq = sequence_of(args, own.b);
+    const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
+    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane);
+    const bool exists = at.exists();
+    if (first) {
+      if (exists) load_KV(own, seq);
+      previous_kernel_wait();   // rows, zeros and the counter are there
+    }
+    if (!exists) return;
+    load_Q(at);
+    if (!first) load_KV(own, seq);   // they may be in use longer than the stages
+    load_dO_of(at);
+    at_stage.next();
+#pragma unroll 1
+    for (at.next(); at.exists(); at.next(), at_stage.next()) {
+      load_Q(at);
+      load_dO_of(at);
+    }
+  }
+  DEVICE void load_KV(const Own& own, const Sequence& seq) {
+    const int row = static_cast<int>(seq.k_row0) + own.j0, h_k = own.h_k, b = static_cast<int>(seq.array_b);
+    const u32 full = smem.KV_full.address(0, 0);
+    if (lane == 0) {
+      KV_at.wait_empty(smem.KV_empty);   // both groups have used the tile before
+      mbarrier_arrive_expect(full, smem.K.n_bytes + smem.V.n_bytes);
+      smem.K.load(args.maps.K, full, row, h_k, b);
+      smem.V.load(args.maps.V, full, row, h_k, b);
+    }
+    KV_at.next();
+  }
+  DEVICE void load_Q(const QueryWalk<Walk>& at) {
+    const Global<float> rows(args.workspace[SLOT_ROWS]);
+    constexpr u32 rows_bytes = 2 * tile_q * sizeof(float);
+    const int stage = at_stage.stage, row = static_cast<int>(at.seq.q_row0) + at.i0;
+    const u32 full = smem.Q_full.address(0, stage);
+    if (lane == 0) at_stage.wait_empty(smem.empty);   // both groups have used this stage
+    if constexpr (asks_blocks) {
+      warp_sync();   // the stage is empty: its kept blocks may be written
+      smem.fill_blocks(at.blocks, at.i0, lane, stage);
+      warp_sync();   // they are: the arrival below says so too
+    }
+    if (lane != 0) return;
+    const i64 first_row = static_cast<i64>(place_of(args, at.seq, at.h, at.i0)) * 2 * tile_q;
+    mbarrier_arrive_expect(full, smem.Q[0].n_bytes + rows_bytes);
+    smem.Q[stage].load(args.maps.Q, full, row, at.h, static_cast<int>(at.seq.array_b));
+    bulk_load(smem.rows.address(2 * stage, 0), rows.address(first_row, rows_bytes), rows_bytes, full);
+  }
+  DEVICE void load_dO_of(const QueryWalk<Walk>& at) {
+    if (lane != 0) return;
+    const u32 full = smem.dO_full.address(0, at_stage.stage);
+    mbarrier_arrive_expect(full, dO_bytes);
+    load_dO(args, smem, at_stage.stage, full, at);
+  }
+};
+
+// deterministic: one thread per consumer waits until it is the group's turn to add to the next tile of dQ,
+// and says when it has.  The consumers do not see how long that takes.
+DEVICE void take_turns(const Args& args, Smem& smem, int group, int lane) {
+  const Global<i32> turns(args.workspace[SLOT_TURNS]);
+  Ring<n_stages> step;
+  for (u32 n = 0;; ++n) {
+    const Own own = work_of(smem, n);
+    if (own.j0 == NO_WORK) break;
+    const Sequence seq = sequence_of(args, own.b);
+    const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
+    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane);
+#pragma unroll 1
+    for (; at.exists(); at.next(), step.next()) {
+      if (lane != 0) continue;
+      const i64 mine = place_of(args, seq, at.h, at.i0) * 2 + group;
+      turns.wait_for(mine, turn_of(args, seq, at.i0, own.j0));
+      mbarrier_arrive(smem.turn[group].address(0, step.stage));
+      step.wait_full(smem.added[group]);   // all warps of the group have added
+      turns.add_release(mine, 1);
+    }
+    leave_work(smem, n, lane);
+  }
+}
