@@ -47,7 +47,6 @@ def multiply(A: np.ndarray, B: np.ndarray, out: np.ndarray) -> np.ndarray:
     return out
 
 
-@functools.lru_cache
 def small_rows(n: int, flop: int) -> int:
     """In how many rows at a time n rows are multiplied, each of which takes so many multiplications."""
     most = SMALL // flop // 4 * 4 if flop else n
