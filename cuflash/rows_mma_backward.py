@@ -134,12 +134,12 @@ def _keeps_scores(p: Params) -> bool:
 
 
 def _traded_bytes(p: Params) -> int:
-    """sizeof(Trades): what pairs of warps give each other, where a warp alone would have 16 rows."""
-    rows, cols, warps = p["TILE_KV"], _step_q(p), p["N_WARPS"]
-    across = _warps_across(rows, cols, warps)
-    trades = rows == 16 * warps // across and warps // across % 2 == 0
-    is_long = p["HEAD_DIM"] + p["HEAD_DIM_V"] >= 256
-    return shared_bytes((4, warps * cols // across // 8, 128)) if trades and is_long else 0
+    """sizeof(Trades): what pairs of warps give each other, where a warp alone would have little."""
+    rows, cols, half = p["TILE_KV"], _step_q(p), p["N_WARPS"] // 2
+    across = _warps_across(rows, cols, half)
+    row_blocks, n = rows // (half // across) // 16, cols // across // 8
+    trades = n % 4 == 0 and row_blocks * n <= 12 and p["HEAD_DIM"] + p["HEAD_DIM_V"] >= 256
+    return shared_bytes((4, half * row_blocks * n, 128)) if trades else 0
 
 
 def _two_stages(p: Params) -> int:
@@ -233,7 +233,11 @@ BWD_04 = Row(
         Tile(16, 32, 4, up_to=256, itemsizes=(2,), least=128),  # 68 KB at 256
         # float32 as TF32
         Tile(32, 64, 4, up_to=64, itemsizes=(4,)),  # 80 KB at 64, two blocks an SM
+        Tile(32, 64, 4, up_to=96, itemsizes=(4,), room=225 * KB),  # 113 KB at 96, two blocks an SM
         Tile(32, 64, 8, up_to=128, itemsizes=(4,), least=128),  # 153 KB
+        Tile(32, 64, 8, up_to=192, itemsizes=(4,), least=128),  # 209 KB at 192
+        Tile(16, 64, 8, up_to=256, itemsizes=(4,), least=128),  # 200 KB at 256
+        Tile(32, 32, 8, up_to=192, itemsizes=(4,), least=128),  # 152 KB at 192
         Tile(16, 32, 4, up_to=128, itemsizes=(4,), least=128),  # 68 KB
     ),
     (
@@ -255,8 +259,7 @@ BWD_04 = Row(
     "Q and dO double-buffered",
     dtypes=(*DTYPES, "float32"),
     limits=LIMITS,
-    dtype_limits=(("float32", "head_dim", 128), ("float32", "head_dim_v", 128)),
-    workspace=_slots,
+        workspace=_slots,
     bytes=_bytes,
     flops_per_clock=2048,
     more=_precision,

@@ -2,7 +2,8 @@
 //
 // Read after   bwd_03_mma.cu          Read next   bwd_05_wgmma.cu
 // Changes      Q and dO have two stages: the next tile is asked for before this one is used.  Where a warp
-//              makes whole rows of P^T and dS^T they stay in its registers.  Every option of the contract
+//              makes whole rows of P^T and dS^T they stay in its registers; elsewhere half of the warps makes
+//              dK and the other half dV (lib/key_sums.cuh).  Every option of the contract
 //
 // Algorithm    = tiled_backward.backward.   One block: TILE_KV keys of one (batch, key head).
 //                ask for K, V and the first Q, dO
@@ -15,8 +16,8 @@
 //                dK * scale, dV -> memory                      (pass_dq_tiles makes dQ of dQ_tiles)
 //              Where that leaves too few blocks, n_shares blocks share the heads of a group and add to dK_sum
 //              and dV_sum in memory.
-//              deterministic: blocks add to a tile of dQ in turn, keys ascending.  A block waits for one
-//              with a smaller number only, and those have started.
+//              deterministic: blocks add to a tile of dQ in turn, keys descending: with causal all can go at
+//              once.  A block waits for one with a smaller number only, and those have started.
 //              float32: products by TF32, one or three each (lib/tf32_shares.cuh); three want finite numbers,
 //              so pass_odd looks, and where there are others __careful works in place of this kernel
 // Grid         x: tile + n_tiles * share; tiles by sections of heads whose Q, dO, dQ_tiles fit the L2 cache
@@ -28,24 +29,21 @@
 // Bytes        per block: K, V, dK, dV once; Q, dO, lse, delta and dQ_tiles (an addition) per query tile
 // Barriers     2 a tile: "the tile is there, and everyone has used the one before", "P and dS are there";
 //              1 of pairs of warps where they trade (lib/shares.cuh)
-// Tried        H200, bfloat16, length 8,192, 2026-11-30: dQ added by rows, 64 B of each at a time: 6 to 14 %
-//              slower.  head_dim 128 with 128 keys and 8 warps: 4 % slower; 96, 192 with 64 keys: 7, 11 %.
-//              256 without the trade: 4 %.  The weights after dP: 3 to 6 %
+// Limiter      shared memory, busy 58 to 74 % of the time, and 8 warps an SM that wait for its operands: the
+//              tensor cores are busy 43 to 55 %.   What was tried: ATTEMPTS.md
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
 #include "lib/blocks.cuh"
-#include "lib/mma_gradient.cuh"
-#include "lib/tf32_shares.cuh"
+#include "lib/key_sums.cuh"
 
 // Queries at a time: S and dP get 64 registers together, beside dK and dV.
 constexpr int step_q = 2 * tile_kv * tile_q / n_threads > 64 ? tile_q / 2 : tile_q;
-using OfScores = Share<tile_kv, step_q>;   // S^T, dP^T
-using OfK = Share<tile_kv, head_dim_tile>;
-using OfV = Share<tile_kv, head_dim_v_tile>;
-// Of S^T or dP^T, by half of the warps: see Trade.  It pays where products are long.
-constexpr bool trades =
-    OfScores::row_blocks == 1 && OfScores::down % 2 == 0 && head_dim_tile + head_dim_v_tile >= 256;
-using OfHalf = Share<tile_kv, step_q, trades ? n_warps / 2 : n_warps, OfScores::across>;
+// Of S^T or dP^T, by half of the warps: see Trade.  It pays where products are long and shares small.
+using OfHalf = Share<tile_kv, step_q, n_warps / 2>;
+constexpr bool trades = OfHalf::n % 4 == 0 && OfHalf::row_blocks * OfHalf::n <= 12 &&
+                        head_dim_tile + head_dim_v_tile >= 256;
+using OfScores = Share<tile_kv, step_q, n_warps,
+                       trades ? 2 * OfHalf::across : warps_across(tile_kv, step_q, n_warps)>;   // S^T, dP^T
 constexpr bool keeps_P = sizeof(elem) == 2 && OfScores::across == 1 && OfK::across == 1 && OfV::across == 1;
 
 using Walk = BlockWalk<tile_kv, tile_q, block_kv, block_q>;
@@ -66,16 +64,13 @@ template <bool is_needed> struct Trades {
 template <> struct Trades<false> {
   template <class Part> DEVICE void trade(OfHalf&, Part&, Part&, int, int) {}
 };
+DEVICE int place_of_scores(int warp) {
+  if constexpr (trades) return Trade<OfHalf>::place(warp);
+  return warp;
+}
 struct Smem : Tiles, Trades<trades>, KeptBlocks<Walk, asks_blocks, 2> {};
 static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "bwd_04_pipeline: Smem and its row disagree");
 static_assert(args_bytes < 0 || sizeof(Args) == args_bytes, "bwd_04_pipeline: Args and launch.py disagree");
-
-// The warp whose share of S^T and dP^T this warp has after the trade: row blocks of a pair lie one above the
-// other.
-DEVICE int place_in_trade(int warp) {
-  const int half_warp = warp % (n_warps / 2), is_lower = warp / (n_warps / 2);
-  return (half_warp / OfHalf::across * 2 + is_lower) * OfHalf::across + half_warp % OfHalf::across;
-}
 
 // Query tiles in the order in which a block visits them, head after head.
 struct Cursor {
@@ -93,7 +88,6 @@ DEVICE void backward(const Args& args, Smem& smem) {
   const Sequence& seq = own.seq;
   const i32 j0 = own.j0, j1 = smallest(j0 + tile_kv, seq.len_k);
   const Range queries = j0 < j1 ? visible_queries(args, seq, j0, j1 - 1) : Range{0, 0};
-  const float scale = static_cast<float>(args.scale);
   const float scale_log2 = static_cast<float>(args.scale * SCORE_UNIT);
 
   // A key that nobody sees has no heads to walk: dK = dV = 0.
@@ -129,10 +123,9 @@ DEVICE void backward(const Args& args, Smem& smem) {
   ElemTile<tile_kv, tile_q>&dS_smem = smem.of_scores[0], &P_smem = smem.of_scores[keeps_P ? 0 : 1];
 
   const Global<float> dQ_tiles(args.workspace[SLOT_DQ]);
-  OfK dK;
-  OfV dV;
-  dK.clear();
-  dV.clear();
+  const Global<i32> counts(args.workspace[SLOT_COUNTS]);
+  KeySums<splits_warps && !keeps_P> of_keys;
+  of_keys.clear();
   at = settle(at);
   if (at.exists()) {
     request_tile(smem.K, args.K.data, key_rows(args.K, seq, own.h, j0, j1, args.head_dim), thread);
@@ -148,10 +141,12 @@ DEVICE void backward(const Args& args, Smem& smem) {
   while (at.exists()) {
     cp_async_wait<0>();
     block_sync();   // the tile (and K, V) is there; everyone has used the one before: its stage is free
-    if (deterministic && thread == 0 && my_turn >= 0)
-      Global<i32>(args.workspace[SLOT_COUNTS]).add_release(my_turn, 1);
+    if (deterministic && thread == 0 && my_turn >= 0) counts.add_release(my_turn, 1);
     const Cursor next = settle({at.h, at.i0 + tile_q, at.h_end});
     if (next.exists()) request(next, stage ^ 1);
+    i32 seen = -1;
+    if (deterministic && thread == 0)
+      seen = early_count(counts, my_turn = 1 + query_tile_number(args, seq, at.h, at.i0));
     if (at.h != h_of_rules) {
       rules = head_rules_of(args, seq, at.h);
       sums.clear();
@@ -170,8 +165,9 @@ DEVICE void backward(const Args& args, Smem& smem) {
     };
 #pragma unroll 1
     for (int first = 0; first < tile_q; first += step_q) {
-      lane = opaque(lane), warp = opaque(warp);   // else addresses of all five products live in registers
-      const int place = trades ? place_in_trade(warp) : warp;
+      const int here = opaque(thread);   // else addresses of all five products live in registers
+      lane = here % 32, warp = here / 32;
+      const int place = place_of_scores(warp);
       OfScores S, dP;
       if constexpr (trades) {
         OfHalf mine;
@@ -202,25 +198,19 @@ DEVICE void backward(const Args& args, Smem& smem) {
       }
       store_scores(dP, dS_smem, first, place, lane);
       if constexpr (keeps_P) {
-        for (auto& dO : smem.dO[stage]) multiply_own(dV, S, dO, first, warp, lane);
-        multiply_own(dK, dP, smem.Q[stage], first, warp, lane);
+        of_keys.add_own(S, dP, smem.Q[stage], smem.dO[stage], first, warp, lane);
       } else {
         store_scores(S, P_smem, first, place, lane);
       }
     }
     const i64 tile_number = query_tile_number(args, seq, at.h, i0);
     if (deterministic && thread == 0) {
-      my_turn = 1 + tile_number;
-      const i32 last = smallest(i0 + tile_q, seq.len_q) - 1;
-      Global<i32>(args.workspace[SLOT_COUNTS])
-          .wait_for(my_turn, j0 / tile_kv - visible_keys(args, seq, i0, last).begin / tile_kv);
+      const i32 last = smallest(i0 + tile_q, seq.len_q) - 1, turn = turn_of(args, seq, i0, last, j0);
+      if (seen != turn) counts.wait_for(my_turn, turn);
     }
     block_sync();   // P and dS are there; in turn, everyone before has added to this tile of dQ
 
-    if constexpr (!keeps_P) {
-      for (auto& dO : smem.dO[stage]) multiply(dV, P_smem, dO, warp, lane);
-      multiply(dK, dS_smem, smem.Q[stage], warp, lane);
-    }
+    if constexpr (!keeps_P) of_keys.add(P_smem, dS_smem, smem.Q[stage], smem.dO[stage], warp, lane);
 #pragma unroll 1
     for (int d0 = 0; d0 < head_dim_tile; d0 += step_d) {
       OfQ dQ;
@@ -232,29 +222,17 @@ DEVICE void backward(const Args& args, Smem& smem) {
     if constexpr (wants_dalibi || dbias_case == 2)
       if (next.h != at.h) {
         block_sync();   // everyone has used dS: it may hold the sums
-        store_sums(args, own, at.h, sums, dS_smem, trades ? place_in_trade(warp) : warp, thread);
+        store_sums(args, own, at.h, sums, dS_smem, place_of_scores(warp), thread);
       }
     at = next;
     stage ^= 1;
   }
   if constexpr (deterministic) {
     block_sync();   // the last additions are done
-    if (thread == 0 && my_turn >= 0) Global<i32>(args.workspace[SLOT_COUNTS]).add_release(my_turn, 1);
+    if (thread == 0 && my_turn >= 0) counts.add_release(my_turn, 1);
   }
 
-  const auto place = [&](const Tensor& tensor, i64 dim, i32 end) {
-    return key_rows(tensor, seq, own.h, j0, end, dim);
-  };
-  const i32 existing = seq.len_k - j0;
-  if (n_shares > 1) {
-    add_share(dK, args.dK_sum.data, place(args.dK_sum, args.head_dim, seq.len_k), warp, lane);
-    add_share(dV, args.dV_sum.data, place(args.dV_sum, args.head_dim_v, seq.len_k), warp, lane);
-  } else {
-    store_share<out_elem>(dK, scale, args.dK.data, place(args.dK, args.head_dim, seq.rows_k), existing, warp,
-                          lane);
-    store_share<out_elem>(dV, 1.f, args.dV.data, place(args.dV, args.head_dim_v, seq.rows_k), existing, warp,
-                          lane);
-  }
+  of_keys.store(args, own, n_shares > 1, warp, lane);
 }
 
 // float32 in three products: where a number is not finite the second kernel works, which takes more care.

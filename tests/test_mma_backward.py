@@ -138,12 +138,15 @@ def test_every_tile_can_be_shared_among_its_warps(name):
         for dim in sizes:
             for dim_v in sizes:
                 p = {"TILE_Q": tile.tile_q, "TILE_KV": tile.tile_kv, "N_WARPS": tile.warps}
-                p |= {"HEAD_DIM": dim, "HEAD_DIM_V": dim_v, "DTYPE": 1}
+                p |= {"HEAD_DIM": dim, "HEAD_DIM_V": dim_v, "DTYPE": 1 if 2 in tile.itemsizes else 2}
                 q = tile.tile_q if row.name == "bwd_03_mma" else rows_mma_backward._step_q(p)
                 of_keys = ((tile.tile_kv, cols) for cols in (q, dim, dim_v))
-                for shape in (*of_keys, (tile.tile_q, dim)):
-                    across = rows_mma_backward._warps_across(*shape, tile.warps)
-                    down = tile.warps // across
+                cuts = [(shape, tile.warps) for shape in (*of_keys, (tile.tile_q, dim))]
+                if row.name == "bwd_04_pipeline":  # halves of the warps, which trade or make dK alone
+                    cuts += [((tile.tile_kv, cols), tile.warps // 2) for cols in (q, dim)]
+                for shape, warps in cuts:
+                    across = rows_mma_backward._warps_across(*shape, warps)
+                    down = warps // across
                     assert shape[0] % (16 * down) == 0, (tile, shape)
                     assert shape[1] % (16 * across) == 0 or shape[1] == 8 * across, (tile, shape)
 
@@ -187,6 +190,17 @@ def test_tiles_of_the_pipeline_do_not_spill(arch, head_dim):
     for causal in (False, True):
         found, used = resources("bwd_04_pipeline", arch, head_dim, causal=causal)
         assert used.spill_stores + used.spill_loads == 0, found.tile
+
+
+def in_full(value):
+    return pytest.param(value, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+@pytest.mark.parametrize("head_dim", [64, 256, *map(in_full, (96, 128, 192))])
+def test_tiles_of_float32_do_not_spill(head_dim, precision):
+    found, used = resources("bwd_04_pipeline", "sm_90", head_dim, "float32", precision=precision)
+    assert used.spill_stores + used.spill_loads == 0, found.tile
 
 
 def test_sm_75_takes_float16_and_says_so_of_bfloat16():

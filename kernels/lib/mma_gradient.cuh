@@ -188,9 +188,14 @@ constexpr i64 SECTION_BYTES = 24 << 20;   // of Q, dO and the sums of dQ: half o
 
 // What block x of the grid n_slots * heads_k owns: heads in sections whose rows fit the L2 cache together,
 // and a section is finished before the next begins.  Inside it heads alternate and tiles go up: with causal
-// the heaviest lead.  Of one head, a smaller x has the smaller tile.
+// the heaviest lead.  In turn they go down: see turn_of.
 DEVICE KeyTile key_tile_in_section(const Args& args, i64 x) {
-  if constexpr (is_packed) return key_tile_of(args, x, tile_kv, args.heads_k);
+  if constexpr (is_packed) {
+    KeyTile t = key_tile_of(args, x, tile_kv, args.heads_k);
+    const i32 last = static_cast<i32>(ceil_div(t.seq.rows_k, tile_kv) - 1) * tile_kv;
+    if (deterministic && t.exists) t.j0 = last - t.j0;
+    return t;
+  }
   const i64 n_tiles = ceil_div(args.len_k, tile_kv), key_heads = args.batch * args.heads_k;
   const i64 row_bytes = args.head_dim * (sizeof(elem) + sizeof(float)) + args.head_dim_v * sizeof(dout_elem);
   const i64 bytes = largest<i64>(args.len_q * row_bytes * (args.heads / args.heads_k), 1);
@@ -201,9 +206,28 @@ DEVICE KeyTile key_tile_in_section(const Args& args, i64 x) {
   KeyTile t;
   t.h = head % args.heads_k;
   t.seq = sequence_of(args, head / args.heads_k);
-  t.j0 = static_cast<i32>(place / here) * tile_kv;
+  const i64 tile = place / here;
+  t.j0 = static_cast<i32>(deterministic ? n_tiles - 1 - tile : tile) * tile_kv;
   t.exists = true;
   return t;
+}
+
+// How many blocks add to the dQ of queries i0 .. i_last before the block of keys j0: those of later keys.
+// With causal the first to add is the tile on the diagonal, where its block begins: nobody waits for long.
+DEVICE i32 turn_of(const Args& args, const Sequence& seq, i32 i0, i32 i_last, i32 j0) {
+  const Range keys = visible_keys(args, seq, i0, i_last);
+  return largest(keys.end - 1, keys.begin) / tile_kv - j0 / tile_kv;
+}
+// A count, asked for long before it matters; -1: look again.  It needs no acquire: what it allows are
+// additions in L2, behind the barrier that follows.
+DEVICE i32 early_count(const Global<i32>& counts, i64 index) {
+#ifdef CUFLASH_EMULATED
+  return -1;
+#else
+  i32 seen;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counts.address(index, 4)) : "memory");
+  return seen;
+#endif
 }
 
 // Where rows of one (sequence, head) lie: queries from i0 on, keys from j0 on.  end: the first row not to be
@@ -279,9 +303,10 @@ DEVICE i64 query_tile_number(const Args& args, const Sequence& seq, i64 h, i32 i
   return h * n_slots(args, args.len_q, tile_q) + slot + i0 / tile_q;
 }
 
-// Columns of dQ at a time: fewer where dK, dV and dQ together would leave too few registers.
+// Columns of dQ at a time: half of 128, where dK, dV and dQ together would leave too few registers.  (192 have
+// no half that all warps can share; of 256 the whole is as fast and at length 512 4 % faster.)
 constexpr int kept_floats = tile_kv * (head_dim_tile + head_dim_v_tile) / n_threads;
-constexpr bool halves_dQ = kept_floats + tile_q * head_dim_tile / n_threads > 160 && head_dim_tile % 128 == 0;
+constexpr bool halves_dQ = kept_floats + tile_q * head_dim_tile / n_threads > 160 && head_dim_tile == 128;
 constexpr int step_d = halves_dQ ? head_dim_tile / 2 : head_dim_tile;
 using OfQ = Share<tile_q, step_d>;
 

@@ -162,33 +162,46 @@ DEVICE void multiply_columns(Result& result, TileA& A, TileB& B, int d0, int war
   }
 }
 
-// Where the blocks of two warps would be small, half of the warps makes S^T and the other half dP^T in blocks
-// twice as high, and pairs of warps trade: each gives one of its two row blocks for the other's.
+// Where the shares of S^T and dP^T would be small, half of the warps makes S^T and the other half dP^T, in
+// shares twice as wide, and pairs of warps trade: of 32 columns each keeps 16 and gets the other's same 16.
 template <class Half> struct Trade {
-  Shared<float, n_warps * Half::n, 128> pieces;
+  static constexpr int n_given = Half::row_blocks * Half::n / 2;
+  Shared<float, n_warps * n_given, 128> pieces;
 
-  // S, dP <- the row block that stays here, of the warp's own product and of its partner's.
+  // The share of a warp after the trade, among all.
+  DEVICE static int place(int warp) {
+    const int half_warp = warp % (n_warps / 2), is_second = warp / (n_warps / 2);
+    return (half_warp / Half::across * 2 + is_second) * Half::across + half_warp % Half::across;
+  }
+  // S, dP <- the columns that stay here, of the warp's own product and of its partner's.
   template <class Part> DEVICE void operator()(Half& mine, Part& S, Part& dP, int warp, int lane) {
-    static_assert(Half::row_blocks == 2 && Part::row_blocks == 1 && Half::n == Part::n, "Trade: two for one");
+    static_assert(Half::n % 4 == 0 && 2 * Part::n == Half::n, "Trade: 32 columns, and half of them");
     const bool makes_dP = warp >= n_warps / 2;
+    const int from = (warp + n_warps / 2) % n_warps;
 #pragma unroll
-    for (int c = 0; c < Half::n; ++c) {
-      Vec16<float> piece;
+    for (int a = 0; a < Part::row_blocks; ++a)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) piece.item[e] = makes_dP ? mine.at[0][c][e] : mine.at[1][c][e];
-      pieces.template as<Vec16<float>>(warp * Half::n + c, lane * 4) = piece;
-    }
+      for (int c = 0; c < Part::n; ++c) {
+        const int first = c / 2 * 4 + c % 2, second = first + 2;   // pieces of the two halves
+        Vec16<float> piece;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) piece.item[e] = makes_dP ? mine.at[a][first][e] : mine.at[a][second][e];
+        pieces.template as<Vec16<float>>(warp * n_given + a * Part::n + c, lane * 4) = piece;
+      }
     barrier_sync(1 + warp % (n_warps / 2), 64);   // both of the pair have given
 #pragma unroll
-    for (int c = 0; c < Half::n; ++c) {
-      const int from = (warp + n_warps / 2) % n_warps * Half::n + c;
-      const Vec16<float> piece = pieces.template as<Vec16<float>>(from, lane * 4);
+    for (int a = 0; a < Part::row_blocks; ++a)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        S.at[0][c][e] = makes_dP ? piece.item[e] : mine.at[0][c][e];
-        dP.at[0][c][e] = makes_dP ? mine.at[1][c][e] : piece.item[e];
+      for (int c = 0; c < Part::n; ++c) {
+        const int first = c / 2 * 4 + c % 2, second = first + 2;
+        const Vec16<float> piece =
+            pieces.template as<Vec16<float>>(from * n_given + a * Part::n + c, lane * 4);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          S.at[a][c][e] = makes_dP ? piece.item[e] : mine.at[a][first][e];
+          dP.at[a][c][e] = makes_dP ? mine.at[a][second][e] : piece.item[e];
+        }
       }
-    }
   }
 };
 
@@ -284,6 +297,31 @@ template <class To, class Part>
 DEVICE void store_share(Part& part, float scale, void* data, const TileSource& target, i32 existing, int warp,
                         int lane) {
   const Global<To> to(data);
+  if constexpr (sizeof(To) == 2 && Part::n % 4 == 2) {
+    if (target.by_vectors) {   // 2 pieces of 2 rows: a lane gets the 8 columns of one and stores 16 bytes
+#pragma unroll
+      for (int r = 0; r < Part::n_rows; r += 2) {
+        const int row = Part::row(warp, lane, r + lane % 4 / 2);
+        const i64 index = target.base + row * target.stride;
+#pragma unroll
+        for (int c = 0; c < Part::n; c += 2) {
+          u32 chunk[4];
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            const int of = r + n / 2, piece = c + n % 2;
+            const bool exists = Part::row(warp, lane, of) < existing;
+            chunk[n] = pack<To>(exists ? part.of_row(of, piece, 0) * scale : 0.f,
+                                exists ? part.of_row(of, piece, 1) * scale : 0.f);
+          }
+          transpose_quad(chunk, lane);
+          const int d = Part::col(warp, 0, c) + lane % 2 * 8;
+          if (row < target.rows && d < target.cols)
+            to.store_as(index + d, Pack<u32, 4>{{chunk[0], chunk[1], chunk[2], chunk[3]}});
+        }
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int r = 0; r < Part::n_rows; ++r) {
     const int row = Part::row(warp, lane, r);

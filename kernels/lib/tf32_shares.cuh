@@ -6,7 +6,7 @@
 // mma_tf32_k8 takes k in steps of 8.  Where k runs along the rows of memory ldmatrix reads operands (a row of
 // 16 bytes is 4 numbers); where it runs down the columns, lanes read number by number, 4 rows x 8 columns.
 #pragma once
-#include "shares.cuh"
+#include "mma_gradient.cuh"
 
 // precision_code: 1 one product; 2 three, of finite numbers; 3 three, of any
 constexpr bool is_three_products = precision_code >= 2, takes_infinity = precision_code == 3;
@@ -84,35 +84,47 @@ template <int n> struct Parts {
 };
 DEVICE u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 
-// A sum under way.  Of three products the small ones are summed apart, and the large ones in chains.
-template <class Result> struct Chain {
-  Result large, small;
+// A sum under way, of n pieces of a share.  Of three products the small ones are summed apart, and the large
+// ones in chains.
+template <class Result, int n = Result::n> struct Chain {
+  float large[Result::row_blocks][n][4], small[Result::row_blocks][n][4];
   DEVICE Chain() {
-    large.clear();
-    if constexpr (is_three_products) small.clear();
-  }
-  // result += what has been summed; last: the small products too.
-  DEVICE void flush(Result& result, bool is_last) {
 #pragma unroll
     for (int a = 0; a < Result::row_blocks; ++a)
 #pragma unroll
-      for (int c = 0; c < Result::n; ++c)
+      for (int c = 0; c < n; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) large[a][c][e] = small[a][c][e] = 0;
+  }
+  // result += what has been summed, its pieces from `first` on; last: the small products too.
+  DEVICE void flush(Result& result, int first, bool is_last) {
+#pragma unroll
+    for (int a = 0; a < Result::row_blocks; ++a)
+#pragma unroll
+      for (int c = 0; c < n; ++c)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (is_three_products && is_last) large.at[a][c][e] += small.at[a][c][e];
-          result.at[a][c][e] += large.at[a][c][e];
-          large.at[a][c][e] = 0;
+          if (is_three_products && is_last) large[a][c][e] += small[a][c][e];
+          result.at[a][first + c][e] += large[a][c][e];
+          large[a][c][e] = 0;
         }
   }
 };
 constexpr int chain_steps = 4;   // of 8
 // Steps whose operands are under way at once: as many as there are registers for.
-constexpr int MANY_STEPS = takes_infinity ? 2 : is_three_products ? 8 : 4;
-constexpr int FEW_STEPS = is_three_products ? 2 : 4;
+constexpr bool is_tight = kept_floats > 64;   // dK and dV have taken them
+constexpr int MANY_STEPS = takes_infinity || is_tight ? 2 : is_three_products ? 8 : 4;
+constexpr int FEW_STEPS = is_tight ? 1 : is_three_products ? 2 : 4;
+// Pieces of dK and dV at once: chains want as many registers again, twice.
+template <class Result>
+constexpr int n_at_once = !is_tight || !is_three_products   ? Result::n
+                          : Result::n % 4 == 0              ? Result::n / 4
+                          : Result::n % 2 == 0              ? Result::n / 2
+                                                            : Result::n;
 
-// The pieces of a share, n of them from `first` on, times a step of 8: B has two numbers for each piece.
-template <class Result, int n>
-DEVICE void multiply_parts(Chain<Result>& chain, int first, const u32 (&A)[Result::row_blocks][4],
+// Pieces of a chain, n of them from `first` on, times a step of 8: B has two numbers for each piece.
+template <int n, class Result, int in_chain>
+DEVICE void multiply_parts(Chain<Result, in_chain>& chain, int first, const u32 (&A)[Result::row_blocks][4],
                            const u32 (&B)[2 * n]) {
   const Parts<2 * n> b(B);
 #pragma unroll
@@ -121,11 +133,11 @@ DEVICE void multiply_parts(Chain<Result>& chain, int first, const u32 (&A)[Resul
 #pragma unroll
     for (int c = 0; c < n; ++c) {
       if constexpr (is_three_products) {
-        float(&small)[4] = chain.small.at[block][first + c];
+        float(&small)[4] = chain.small[block][first + c];
         mma_tf32_k8(small, a.low, b.partner[2 * c], b.partner[2 * c + 1]);
         mma_tf32_k8(small, a.partner, b.low[2 * c], b.low[2 * c + 1]);
       }
-      mma_tf32_k8(chain.large.at[block][first + c], a.high, b.high[2 * c], b.high[2 * c + 1]);
+      mma_tf32_k8(chain.large[block][first + c], a.high, b.high[2 * c], b.high[2 * c + 1]);
     }
   }
 }
@@ -138,15 +150,16 @@ DEVICE void load_A(u32 (&A)[Result::row_blocks][4], TileA& tile, u32 a0, int k) 
     ldmatrix_x4(A[block], tile.along(a0, 2 * k) + block * 16 * TileA::cols * 4);
 }
 
-// One step of B[row0 ..][d0 + d], times A: lanes read B number by number.
-template <class Result, class TileB>
-DEVICE void multiply_down(Chain<Result>& chain, const u32 (&A)[Result::row_blocks][4], TileB& B, int row0,
-                          int d0, int warp, int lane) {
+// One step of B[row0 ..][d0 + d], times A, for the pieces of a share from `first` on: lanes read B number by
+// number.
+template <class Result, int n, class TileB>
+DEVICE void multiply_down(Chain<Result, n>& chain, int first, const u32 (&A)[Result::row_blocks][4], TileB& B,
+                          int row0, int d0, int warp, int lane) {
 #pragma unroll
-  for (int c = 0; c < Result::n; ++c) {
-    const int d = d0 + Result::col(warp, 0, c) + lane / 4;
+  for (int c = 0; c < n; ++c) {
+    const int d = d0 + Result::col(warp, 0, first + c) + lane / 4;
     const u32 b[2] = {bits_of(B.number(row0 + lane % 4, d)), bits_of(B.number(row0 + lane % 4 + 4, d))};
-    multiply_parts<Result, 1>(chain, c, A, b);
+    multiply_parts<1>(chain, c, A, b);
   }
 }
 
@@ -169,28 +182,32 @@ DEVICE void multiply_rows(Result& result, FloatTile<rows_a, depth>& A, FloatTile
       load_B<false, Result::n>(b, B.along(b0, 2 * k) + pair * 16 * Result::across * depth * 4);
       if constexpr (Result::n == 1) {
         const u32 half[2] = {b[0], b[1]};
-        multiply_parts<Result, 1>(chain, 0, a, half);
+        multiply_parts<1>(chain, 0, a, half);
       } else {
-        multiply_parts<Result, 2>(chain, 2 * pair, a, b);
+        multiply_parts<2>(chain, 2 * pair, a, b);
       }
     }
-    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(result, false);
+    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(result, 0, false);
   }
-  chain.flush(result, true);
+  chain.flush(result, 0, true);
 }
 
 template <class Result, int rows, int depth, int cols>
 DEVICE void multiply(Result& result, FloatTile<rows, depth>& A, FloatTile<depth, cols>& B, int warp,
                      int lane) {
+  constexpr int n = n_at_once<Result>;
   const u32 a0 = address_of_A(A, Result::first_row(warp), lane);
-  Chain<Result> chain;
+#pragma unroll
+  for (int first = 0; first < Result::n; first += n) {
+    Chain<Result, n> chain;
 #pragma unroll FEW_STEPS
-  for (int k = 0; k < depth / 8; ++k) {
-    u32 a[Result::row_blocks][4];
-    load_A<Result>(a, A, a0, k);
-    multiply_down(chain, a, B, 8 * k, 0, warp, lane);
+    for (int k = 0; k < depth / 8; ++k) {
+      u32 a[Result::row_blocks][4];
+      load_A<Result>(a, A, a0, k);
+      multiply_down(chain, first, a, B, 8 * k, 0, warp, lane);
+    }
+    chain.flush(result, first, true);
   }
-  chain.flush(result, true);
 }
 
 template <class Result, int depth, int rows, int cols>
@@ -208,10 +225,10 @@ DEVICE void multiply_columns(Result& result, FloatTile<depth, rows>& A, FloatTil
       a[block][2] = bits_of(A.number(row + 4, col));
       a[block][3] = bits_of(A.number(row + 4, col + 8));
     }
-    multiply_down(chain, a, B, 8 * k, d0, warp, lane);
-    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(result, false);
+    multiply_down(chain, 0, a, B, 8 * k, d0, warp, lane);
+    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(result, 0, false);
   }
-  chain.flush(result, true);
+  chain.flush(result, 0, true);
 }
 
 // tile[j][first + i] = part.  The caller synchronises.
