@@ -138,6 +138,8 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
             take_in(head, tile, own, keys.of(tile, buffers), buffers)
 
     np.divide(m + head.base.log(l), head.base.units, out=lse)  # natural; -inf where nothing was seen
+    if head.sink is not None and (np.isnan(head.sink) or head.sink == np.inf):
+        lse[:], l[l > 0] = np.nan, np.nan  # what saw no key keeps its O of 0
     if head.dropout is not None:
         l *= 1 - head.dropout
     l[l == 0] = 1  # a row that saw nothing: O is 0
@@ -191,12 +193,14 @@ def n_keys(head: Head, n_rows: int) -> int:
 
 
 def start(head: Head, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """m and l (n,) before the first key.  A sink is a key before the first, whose value is 0."""
+    """m and l (n,) before the first key.  A sink is a key before the first, whose value is 0.
+
+    One of -inf is none, and of one of NaN or +inf `attend` thinks at the end.
+    """
     m, l = np.zeros(n, head.number), np.zeros(n, head.number)
-    if head.sink is not None and head.sink != -np.inf:
-        is_finite = np.isfinite(head.sink)
-        m[:] = head.sink * head.number(head.base.units) if is_finite else 0
-        l[:] = 1 if is_finite else np.nan
+    if head.sink is not None and np.isfinite(head.sink):
+        m[:] = head.sink * head.number(head.base.units)
+        l[:] = 1
     return m, l
 
 

@@ -149,6 +149,19 @@ def test_scores_far_above_all_before_keep_their_digits(how, far, dtype):
     np.testing.assert_allclose(lse, expected_lse, rtol=tolerance, atol=0)
 
 
+@pytest.mark.parametrize("hiding", [{"causal": True, "query_offset": -1}, {"key_lengths": [0]}], ids=str)
+@pytest.mark.parametrize("dropout", [None, (0.5, 3)])
+def test_a_row_that_sees_nothing_is_0_whatever_its_sink(hiding, dropout):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, 4, 8), dtype=np.float32) for n in (3, 5, 5))
+    options = dict(sink=np.array([np.inf, np.nan, -np.inf, 1], np.float32), dropout=dropout, **hiding)
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    expected, expected_lse = reference.attention(q, k, v, return_lse=True, **options)
+    assert not out[0, 0].any() and np.isnan(out).any() == ("causal" in hiding)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_stays_alone(bad):
     rng = np.random.default_rng(0)
