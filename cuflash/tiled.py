@@ -208,9 +208,11 @@ def forget(S: np.ndarray, m: np.ndarray, l: np.ndarray, O: np.ndarray) -> bool:
     """Start rows anew, in place, whose scores S are so far above m that all before weighs 0.  Were there any?
 
     A bias of -1e9 that hides the first keys, or a sink of -1e30, leaves such an m.  Scores above it have lost
-    the digits that matter: S is to be made again.  O keeps what is NaN.
+    the digits that matter: S is to be made again.  O keeps what is NaN, and all of it below a score of +inf,
+    whose row is NaN: where dropout took that score, what O has of others says so.
     """
-    far = (S.max(axis=1) > FAR[S.dtype.name]) & (l > 0)
+    top = S.max(axis=1)
+    far = (top > FAR[S.dtype.name]) & (top < np.inf) & (l > 0)
     m[far] = l[far] = 0
     O[far] *= 0
     return bool(far.any())

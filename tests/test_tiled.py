@@ -163,6 +163,20 @@ def test_a_row_that_sees_nothing_is_0_whatever_its_sink(hiding, dropout):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_is_not_finite_though_dropout_takes_the_score_that_makes_it_so(bad):
+    """What dropout leaves of most rows lies in tiles before or after the one of that score, or is nothing."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, 1, 8), dtype=np.float32) for n in (200, 900, 900))
+    q[..., 0], k[0, 400, 0, 0] = np.abs(q[..., 0]), bad
+    for keys in (slice(None), slice(None, 512), slice(300, None)):
+        got, expected = (
+            module.attention(q, k[:, keys], v[:, keys], dropout=(0.998, 3)) for module in (cuflash, reference)
+        )
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+        assert 0 < np.isnan(got[0, :, 0, 0]).sum() < 200
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_stays_alone(bad):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 600, 1, 8)) for _ in range(3))
