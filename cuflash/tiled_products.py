@@ -7,7 +7,7 @@ many small ones, some rows at a time.  The arithmetic is the same.
 
 Tried (float32, one core of an AMD EPYC at 3.65 GHz, 117 GFLOP/s at best, November 2026; GFLOP/s):
 - Q K^T of 384 x 960 x 64: whole 100, by 12 rows 112; P V of 384 x 64 x 960: 98 and 116; P^T dO: 98 and 115
-- rows by 4: 2 to 10 % less where the left factor is transposed; odd numbers of rows: 60 to 100
+- odd numbers of rows: 45 to 100; where the left factor is transposed, 4: 66-89, 8: 99-107, 16: 102-108
 - with K^T as a view of K (the kernel refuses that order): 68 to 92, so K is stored transposed
 """
 
@@ -37,7 +37,7 @@ def multiply(A: np.ndarray, B: np.ndarray, out: np.ndarray) -> np.ndarray:
     Rows of B and out, and rows or columns of A, are to lie in memory without gaps between their numbers.
     """
     n, k = A.shape
-    rows = small_rows(n, k * B.shape[1])
+    rows = small_rows(n, k * B.shape[1], least=4 if A.strides[1] == A.itemsize else 12)
     if rows == n:
         return np.matmul(A, B, out=out)
     end = n - n % rows
@@ -47,10 +47,13 @@ def multiply(A: np.ndarray, B: np.ndarray, out: np.ndarray) -> np.ndarray:
     return out
 
 
-def small_rows(n: int, flop: int) -> int:
-    """In how many rows at a time n rows are multiplied, each of which takes so many multiplications."""
+def small_rows(n: int, flop: int, least: int = 4) -> int:
+    """In how many rows at a time n rows are multiplied, each of which takes so many multiplications.
+
+    least: so few at a time are worth it.
+    """
     most = SMALL // flop // 4 * 4 if flop else n
-    if not 4 <= most < n or not has_small_kernel():
+    if not least <= most < n or not has_small_kernel():
         return n
     step = 12 if 12 <= most < 48 else 4
     most -= most % step

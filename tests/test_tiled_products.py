@@ -35,6 +35,8 @@ def test_rows_at_a_time(monkeypatch):
         for flop in (0, 1, 64, 65 * 240, 65 * 1024, 66 * 2048, 10**6):
             rows = tiled_products.small_rows(n, flop)
             assert rows == n or (rows % 4 == 0 and rows < n and rows * flop <= tiled_products.SMALL)
+    assert tiled_products.small_rows(2048, 10**6 // 9, least=12) == 2048
+    assert tiled_products.small_rows(2048, 10**6 // 9) == 8
     monkeypatch.setattr(tiled_products, "has_small_kernel", lambda: False)
     assert tiled_products.small_rows(2048, 64 * 256) == 2048
 
