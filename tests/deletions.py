@@ -20,7 +20,7 @@ WAIT = re.compile(
     r"\b(?:block_sync|warp_sync|barrier_(?:sync|arrive)|cluster_(?:sync|arrive|wait)|cp_async_(?:commit|wait|arrive)"
     r"|mbarrier_(?:init_fence|wait|arrive|arrive_expect|arrive_remote|expect)|fence_async_(?:shared|global)"
     r"|wgmma_(?:fence|commit|wait)|bulk_(?:commit|wait_read|wait)|wait_for_tiles"
-    r"|(?:\w+_at\.|(?<![.\w]))wait_(?:full|empty)|arrive_at_both)\s*(?:<[^<>;]*>)?\s*\("
+    r"|(?:\w+\.)?wait_(?:full|empty)|arrive_at_both)\s*(?:<[^<>;]*>)?\s*\("
 )
 # where the instructions themselves are defined
 WRAPPERS = {"warp", "barrier", "cp_async", "mbarrier", "tma", "cluster", "wgmma"}

@@ -207,9 +207,8 @@ template <class Smem, int held_steps> struct KeyGroup {
   DEVICE void begin() {
     if constexpr (has_foreign_rows)
       if (own.j0 + tile_kv > seq.len_k) {   // dS is 0 there, and 0 x NaN is NaN
+        // dQ alone must find zeros: they are fenced and waited for with the first dS.
         smem.K.clear_rows(seq.len_k - own.j0, group * 128 + warp * 32 + lane, group_threads);
-        fence_async_shared();
-        barrier_sync(1, group_threads);   // the rows are zeros for both groups
       }
 #pragma unroll
     for (int k = 0; k < held_steps; ++k)
