@@ -7,8 +7,10 @@
 //              n_parts: n_splits of the build, or args.n_splits where it is not split
 // Grid         x: one warp per query row
 // Bytes        parts once, O and lse once
+// Loads        a lane has the weight of one part of 32, so that many loads of O are on their way
 #include "lib/params.cuh"
 #include "lib/positions.cuh"
+#include "lib/warp.cuh"
 
 KERNEL(n_threads, 1) pass_merge(const __grid_constant__ Args args) {
   const i64 at = static_cast<i64>(blockIdx.x) * n_warps + threadIdx.x / 32,
@@ -20,26 +22,40 @@ KERNEL(n_threads, 1) pass_merge(const __grid_constant__ Args args) {
   const Global<acc> O_parts(args.workspace[0]), lse_parts(args.workspace[1]);
   const i64 of_lse = (b * args.heads + h) * args.len_q + row, lse_step = n_arrays * args.heads * args.len_q;
 
-  acc m = NEG_INF;
-  for (i64 s = 0; s < n_parts; s++) m = largest(m, lse_parts.load(of_lse + s * lse_step));
+  acc m = NEG_INF, sum = 0;
+  for (i64 s = lane; s < n_parts; s += 32) m = largest(m, lse_parts.load(of_lse + s * lse_step));
+  m = warp_max(m);
   const bool is_empty =
       m == NEG_INF;   // a NaN among the parts is lost here and comes back through its weight
   const acc reference = is_empty ? acc(0) : m;
-  acc sum = 0;
-  for (i64 s = 0; s < n_parts; s++)
-    sum += exp2_approx((lse_parts.load(of_lse + s * lse_step) - reference) * LOG2E);
+  const auto weight_of = [&](i64 s) {
+    return s < n_parts ? exp2_approx((lse_parts.load(of_lse + s * lse_step) - reference) * LOG2E) : acc(0);
+  };
+  for (i64 s = lane; s < n_parts; s += 32) sum += weight_of(s);
+  sum = warp_sum(sum);
 
-  const i64 O_step = n_arrays * args.len_q * args.heads * args.head_dim_v;
+  const i64 dim = args.head_dim_v, O_step = n_arrays * args.len_q * args.heads * dim;
   const i64 to = index_of(args.O, b, h, row);
-  for (i64 d = lane; d < args.head_dim_v; d += 32) {
-    acc O = 0;
-    for (i64 s = 0; s < n_parts; s++) {
-      const acc weight = exp2_approx((lse_parts.load(of_lse + s * lse_step) - reference) * LOG2E);
-      if (weight != 0)
-        O += weight *
-             O_parts.load(at * args.head_dim_v + d + s * O_step);   // a part that saw nothing is not read
+  constexpr int n = 4;   // columns of a lane at a time
+  for (i64 d0 = lane; d0 - lane < dim; d0 += 32 * n) {
+    acc O[n] = {};
+    for (i64 s0 = 0; s0 < n_parts; s0 += 32) {
+      const acc weight = weight_of(s0 + lane);   // a lane has one part's
+      const int here = static_cast<int>(smallest<i64>(n_parts - s0, 32));
+#pragma unroll 4
+      for (int s = 0; s < here; s++) {
+        const acc of_part = shfl(weight, s);
+#pragma unroll
+        for (int e = 0; e < n; e++)
+          if (of_part != 0 && d0 + 32 * e < dim)   // a part that saw nothing is not read
+            O[e] += of_part * O_parts.load(at * dim + d0 + 32 * e + (s0 + s) * O_step);
+      }
     }
-    Global<out_elem>(args.O.data).store(to + d, convert<out_elem>(sum == 0 ? acc(0) : O / sum));
+#pragma unroll
+    for (int e = 0; e < n; e++)
+      if (d0 + 32 * e < dim)
+        Global<out_elem>(args.O.data)
+            .store(to + d0 + 32 * e, convert<out_elem>(sum == 0 ? acc(0) : O[e] / sum));
   }
   const acc lse = sum == 0 ? NEG_INF : reference + log2_approx(sum) * LN2;
   if (lane == 0) Global<acc>(args.lse.data).store(index_of(args.lse, b, h, row), lse);

@@ -1,5 +1,8 @@
 """fwd_03_mma, fwd_04_swizzle and fwd_05_pipeline: results and traffic on a CPU, registers without a GPU."""
 
+import re
+import shutil
+
 import numpy as np
 import pytest
 from close import Judge
@@ -7,7 +10,8 @@ from problems import Build, Call
 from test_forward_kernels import draw, modelled, moved
 
 import cuflash
-from cuflash import checks, emulator
+from cuflash import build, checks, emulator, launch
+from cuflash.arrays import numpy_dtype
 from cuflash.cases import cases
 
 ROWS = ("fwd_03_mma", "fwd_04_swizzle", "fwd_05_pipeline")
@@ -144,7 +148,7 @@ def resources(row, arch, head_dim, dtype="bfloat16", length=256, **options):
     return found, found.resources[row]
 
 
-ARCHS = ["sm_80", "sm_89", "sm_90", pytest.param("sm_86", marks=pytest.mark.full)]
+ARCHS = ["sm_80", "sm_89", "sm_90", "sm_120", pytest.param("sm_86", marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -153,6 +157,25 @@ def test_tiles_of_the_pipeline_do_not_spill(arch, head_dim):
     for length in (64, 256, 8192) if head_dim in (64, 256) else (256,):
         found, used = resources("fwd_05_pipeline", arch, head_dim, length=length)
         assert used.spill_stores + used.spill_loads == 0, found.tile
+
+
+def built():
+    """The table of the header: (arch, keys), head_dim -> registers, KB of shared memory."""
+    head = (build.kernels_directory() / "fwd_05_pipeline.cu").read_text().split("#include")[0]
+    rows = re.findall(r"^// +(sm_\d+), (\d+) +(.*)$", head, re.M)
+    assert len(rows) == 5
+    return [(arch, int(keys), [int(x) for x in line.split()]) for arch, keys, line in rows]
+
+
+@pytest.mark.parametrize("arch, keys, numbers", built())
+def test_registers_and_bytes_are_those_of_the_header(arch, keys, numbers):
+    """Exactly with the compiler that it names; another may take a few registers more, and none spills."""
+    known = build.nvrtc_version() == (12, 9)
+    for n, head_dim in enumerate((64, 96, 128, 192, 256)):
+        found, used = resources("fwd_05_pipeline", arch, head_dim, length=keys)
+        registers, kilobytes = numbers[2 * n : 2 * n + 2]
+        assert used.registers == registers if known else used.registers <= 255
+        assert found.smem_bytes // 1024 == kilobytes and used.spill_stores + used.spill_loads == 0
 
 
 @pytest.mark.parametrize("arch, head_dim", [("sm_80", 128), ("sm_89", 192), ("sm_90", 64), ("sm_90", 256)])
@@ -222,6 +245,85 @@ def test_sm_75_takes_float16_and_says_so_of_bfloat16():
         assert used.spill_stores + used.spill_loads <= spills and found.smem_bytes <= 64 * 1024
     with pytest.raises(cuflash.CuflashError, match="needs sm_80 for bfloat16, this device is sm_75"):
         resources("fwd_03_mma", "sm_75", 64)
+
+
+STEPS_OF_8 = """  const u32 first[2] = {a[0], a[1]}, second[2] = {a[2], a[3]};
+  emulated::multiply_fragments(emulated::Mma::f16_k8, d, first, &b0, here);
+  emulated::multiply_fragments(emulated::Mma::f16_k8, d, second, &b1, here);
+"""
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_steps_of_8_as_on_sm_75(tmp_path, size):
+    """fwd_03_mma with every m16n8k16 as two m16n8k8, which is what lib/mma.cuh makes of it for sm_75."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(build.kernels_directory(), folder, ignore=shutil.ignore_patterns("measured"))
+    path = folder / "lib" / "mma.cuh"
+    emulated, device = path.read_text().split("#else", 1)
+    emulated, n = re.subn(r"(mma_k16\([^{]*\{\n).*?(^}\n)", rf"\1{STEPS_OF_8}\2", emulated, flags=re.M | re.S)
+    assert n == 1
+    path.write_text(f"{emulated}#else{device}")
+    arrays = draw((1, 70, 90, 2, 1, size, size), "float16")
+    options = {"causal": True}
+    judge = Judge(Call(*arrays, dout=arrays[0], dlse=None, options=options, build=Build(dtype="float16")))
+    with build.sources_from(folder):
+        launch.forget()
+        judge.forward(*cuflash.attention(*arrays, kernel="fwd_03_mma", return_lse=True, **options))
+    launch.forget()
+
+
+# Later scores over the first ones: as weights they exceed float16, then bfloat16 and float32.
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("growth", [8.0, 60.0, 900.0])
+def test_scores_that_grow_beyond_the_first_maximum(dtype, growth):
+    """Nobody looks for a maximum after the first keys; where weights overflow the block starts again."""
+    arrays = draw((1, 140, 400, 2, 1, 64, 64), "float64")
+    q, k, v = (x.astype(np.float32) for x in arrays)
+    q[...] = np.abs(q)
+    k[:, 150:] = np.abs(k[:, 150:]) * growth / 50  # scores of about 0.1 growth, then twice that
+    k[:, 300:] *= 2
+    arrays = [x.astype(numpy_dtype(dtype)) for x in (q, k, v)]
+    judge = Judge(Call(*arrays, dout=arrays[0], dlse=None, options={}, build=Build(dtype=dtype)))
+    judge.forward(*cuflash.attention(*arrays, kernel="fwd_05_pipeline", return_lse=True))
+
+
+TOGETHER = {
+    "decode": ((2, 1, 300, 4, 2, 64, 64), {"causal": True}),
+    "one key head": ((1, 1, 130, 7, 1, 128, 128), {}),
+    "five queries": ((2, 5, 200, 6, 2, 64, 40), {"causal": True, "out_dtype": "float32"}),
+    "two tiles": ((1, 17, 90, 8, 2, 96, 96), {"causal": True}),
+    "window and shares": ((1, 3, 2100, 4, 1, 64, 64), {"window": (1500, 0), "query_offset": 1900}),
+    "lengths": ((3, 4, 150, 4, 2, 40, 72), {"query_lengths": [4, 0, 3], "key_lengths": [150, 20, 0]}),
+    "shares and lengths": ((2, 2, 1100, 8, 2, 256, 256), {"causal": True, "key_lengths": [1100, 3]}),
+    "negative scale": ((1, 2, 200, 4, 1, 64, 64), {"scale": -0.2}),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_heads_of_a_group_share_a_tile(name):
+    """Where queries are few: K and V are read once for the heads of a group, with the same results."""
+    shape, options = TOGETHER[name]
+    arrays = draw(shape, "bfloat16")
+    sink = np.random.default_rng(3).standard_normal(shape[3]).astype(np.float32)
+    for more in ({}, {"sink": sink}):
+        options = options | more
+        plan = cuflash.explain(*arrays, kernel="fwd_05_pipeline", **options)
+        assert dict(plan.main.params)["TOGETHER"] == shape[3] // shape[4]
+        judge = Judge(
+            Call(*arrays, dout=arrays[0], dlse=None, options=options, build=Build(dtype="bfloat16"))
+        )
+        judge.forward(*cuflash.attention(*arrays, kernel="fwd_05_pipeline", return_lse=True, **options))
+    odd = [np.concatenate([x[..., :1], x], -1)[..., 1:] for x in arrays]
+    found = cuflash.attention(*odd, kernel="fwd_05_pipeline", **options)
+    assert np.array_equal(found, cuflash.attention(*arrays, kernel="fwd_05_pipeline", **options))
+
+
+def test_keys_are_read_once_for_a_group():
+    arrays = draw((2, 1, 300, 8, 2, 64, 64), "bfloat16")
+    once = {name: x.nbytes for name, x in zip("kv", arrays[1:], strict=True)}
+    read = moved("fwd_05_pipeline", arrays)
+    assert {name: read[name][0] for name in "kv"} == once
+    assert dict(cuflash.explain(*arrays, kernel="fwd_05_pipeline", softcap=9.0).main.params)["TOGETHER"] == 1
 
 
 SHARED_KEYS = {

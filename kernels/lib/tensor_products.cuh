@@ -98,8 +98,20 @@ template <int n, int m> DEVICE void add_pieces(Fragment<n>& to, int first, const
 
 // ---- S = Q K^T
 
+// The first steps of Q, read once and kept in registers.
+struct KeptQ {
+  u32 at[kept_steps > 0 ? kept_steps : 1][row_blocks][4];
+  DEVICE void load(u32 Q_at) {
+#pragma unroll
+    for (int k = 0; k < kept_steps; ++k)
+#pragma unroll
+      for (int a = 0; a < row_blocks; ++a)
+        ldmatrix_x4(at[k][a], QTile::along(Q_at, 2 * k) + QTile::down(16 * a));
+  }
+};
+
 // The lane's addresses of A and B, as address_of_A and address_of_B give them.
-DEVICE void multiply_QK(Fragment<tile_kv>& S, u32 Q_at, u32 K_at) {
+DEVICE void multiply_QK(Fragment<tile_kv>& S, const KeptQ& kept, u32 Q_at, u32 K_at) {
   constexpr int n_steps = head_dim_tile / step_depth;
   constexpr int n_chains = is_three_tf32 ? (n_steps + CHAIN - 1) / CHAIN : 1, chain = n_steps / n_chains;
   static_assert(chain * n_chains == n_steps, "multiply_QK: chains");
@@ -112,8 +124,12 @@ DEVICE void multiply_QK(Fragment<tile_kv>& S, u32 Q_at, u32 K_at) {
     for (int k = k0; k < k0 + chain; ++k) {
       u32 Q[row_blocks][4];
 #pragma unroll
-      for (int a = 0; a < row_blocks; ++a)
-        ldmatrix_x4(Q[a], QTile::along(Q_at, 2 * k) + QTile::down(16 * a));
+      for (int a = 0; a < row_blocks; ++a) {
+        if (k < kept_steps)
+          for (int e = 0; e < 4; ++e) Q[a][e] = kept.at[k < kept_steps ? k : 0][a][e];
+        else
+          ldmatrix_x4(Q[a], QTile::along(Q_at, 2 * k) + QTile::down(16 * a));
+      }
 #pragma unroll
       for (int c = 0; c < tile_kv / 16; ++c) {
         u32 K[4];

@@ -2,15 +2,50 @@
 //
 // As in lazy.cuh m stays until a score exceeds it by more than LAZY_LOG2.  Here the warp votes: while
 // nobody's score does, no lane needs the maximum of its row, so there is nothing to exchange or to rescale.
+//
+// And once every row has a maximum of some tile, nobody needs to look for a larger one: weights may be as
+// large as their type can hold.  What no type holds ends as an infinity or NaN in the results: then the block
+// starts again, and looks.
 #pragma once
-#include "fragments.cuh"
+#include "heads_together.cuh"
 #include "warp.cuh"
 
 constexpr float LAZY_LOG2 = 8;
 
-// S <- weights 2^(late_scale S - m).  O and l are rescaled when m moves.
+// modify_scores (fragments.cuh), where position alone hides and nothing is added, in fewer registers: numbers
+// stay where they are, and a scale that cannot wait is a step of its own.
+template <bool tests>
+DEVICE void hide_scores(const Args& args, const Sequence& seq, const Rules& rules, Fragment<tile_kv>& S,
+                        i32 i0, i32 j0, int lane) {
+  if (!(rules.scoring.scale_log2 > 0)) {
+#pragma unroll
+    for (int r = 0; r < n_rows; ++r)
+#pragma unroll
+      for (int c = 0; c < S.n; ++c) {
+        S.of_row(r, c, 0) *= rules.scoring.scale_log2;
+        S.of_row(r, c, 1) *= rules.scoring.scale_log2;
+      }
+  }
+  if constexpr (tests) {
+#pragma unroll
+    for (int r = 0; r < n_rows; ++r) {
+      const Range keys = visible_keys(args, seq, query_of(i0 + fragment_row(0, lane, r)));
+      const i32 j = j0 + fragment_col(lane, 0), begin = keys.begin - j, end = keys.end - j;
+#pragma unroll
+      for (int c = 0; c < S.n; ++c)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (8 * c + e >= end || (has_window && 8 * c + e < begin)) S.of_row(r, c, e) = NEG_INF;
+    }
+  }
+}
+
+// How far below 1 the weight of the first maximum is: weights may grow by 2^(15 + HEADROOM) in float16.
+constexpr float HEADROOM = is_same<elem, f16> ? 4 : 0;
+
+// Where a score exceeds m by more than LAZY_LOG2 m moves, and l and O are rescaled.
 template <int n_cols>
-DEVICE void soften_by_vote(Fragment<tile_kv>& S, RowState& state, Fragment<n_cols>& O, float late_scale) {
+DEVICE void move_maximum(Fragment<tile_kv>& S, RowState& state, Fragment<n_cols>& O, float late_scale) {
   float top[n_rows];   // of this lane's columns
   bool moves = false;
 #pragma unroll
@@ -18,7 +53,7 @@ DEVICE void soften_by_vote(Fragment<tile_kv>& S, RowState& state, Fragment<n_col
     top[r] = S.of_row(r, 0, 0);
 #pragma unroll
     for (int c = 0; c < S.n; ++c) top[r] = largest(top[r], largest(S.of_row(r, c, 0), S.of_row(r, c, 1)));
-    top[r] *= late_scale;
+    top[r] = top[r] * late_scale + HEADROOM;
     moves |= top[r] > state.m[r] + LAZY_LOG2;   // from -inf too; never to -inf
   }
   if (any(moves)) {
@@ -32,9 +67,13 @@ DEVICE void soften_by_vote(Fragment<tile_kv>& S, RowState& state, Fragment<n_col
     }
     rescale(O, shrink);
   }
+}
+
+// S <- weights 2^(late_scale S - m), l <- their sums too.  is_set: m is not -inf in any row.
+template <bool is_set> DEVICE void weigh(Fragment<tile_kv>& S, RowState& state, float late_scale) {
 #pragma unroll
   for (int r = 0; r < n_rows; ++r) {
-    const float reference = finite_max(state.m[r]);
+    const float reference = is_set ? state.m[r] : finite_max(state.m[r]);
     float l = state.l[r];
 #pragma unroll
     for (int c = 0; c < S.n; ++c)
@@ -46,4 +85,24 @@ DEVICE void soften_by_vote(Fragment<tile_kv>& S, RowState& state, Fragment<n_col
       }
     state.l[r] = l;
   }
+}
+
+DEVICE bool is_set(const RowState& state) {
+  bool set = true;
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) set = set && state.m[r] != NEG_INF;
+  return all(set);
+}
+
+// Infinities and NaN among a lane's results.  A sum that overflows says so too: it asks for care in vain.
+template <int n_cols> DEVICE bool is_odd(Fragment<n_cols>& O, const RowState& state) {
+  bool odd = false;
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) {
+    float sum = state.l[r];
+#pragma unroll
+    for (int c = 0; c < O.n; ++c) sum += O.of_row(r, c, 0) + O.of_row(r, c, 1);
+    odd |= !(sum - sum == 0);
+  }
+  return odd;
 }
