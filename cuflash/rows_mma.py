@@ -126,7 +126,7 @@ def _parts(
 
 
 def _shared_tiles(problem: Problem, p: Params) -> Grid:
-    together = p["TOGETHER"]
+    together = p.get("TOGETHER", 1)
     tiles = n_slots(problem, problem.len_q * together, p["TILE_Q"]) * problem.heads // together
     return tiles * max(p["SPLIT"], 1), 1, 1
 
@@ -142,7 +142,8 @@ def _in_three_products(problem: Problem) -> bool:
 
 def _more(problem: Problem, p: Params) -> Params:
     precision = {"PRECISION": 2} if _in_three_products(problem) else {}
-    return precision | {"TOGETHER": heads_together(problem)}
+    together = heads_together(problem)
+    return precision | ({"TOGETHER": together} if together > 1 else {})
 
 
 def _pipeline_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
@@ -161,7 +162,7 @@ def _pipeline_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
 def _pipeline_bytes(problem: Problem, p: Params) -> Traffic:
     """{} too where keys are shared: what pass_merge reads depends on which parts saw anything; and of heads
     together."""
-    if p["SPLIT"] or p["TOGETHER"] > 1:
+    if p["SPLIT"] or "TOGETHER" in p:
         return {}
     traffic = tiled_bytes(problem, p | {"TILE_KV": _span(p)})
     if traffic and _in_three_products(problem):  # and none of them is odd
