@@ -24,7 +24,7 @@ from cuflash.row import (
 )
 from cuflash.rows_forward import LENGTHS, Traffic, kept_blocks_bytes
 from cuflash.rows_hopper import DTYPES, FLOPS, boxed_bytes, role_threads
-from cuflash.rows_mma import splits
+from cuflash.rows_mma import heads_together, splits
 
 LIMITS = (*LENGTHS, ("head_dim", 256), ("head_dim_v", 256))
 N_SMS = 132  # of a large GPU
@@ -68,7 +68,10 @@ def _more(problem: Problem, p: Params) -> Params:
 
 
 def _yields(problem: Problem) -> str | None:
-    """Few query tiles over many keys: fwd_05_pipeline shares the keys of a tile among blocks."""
+    """fwd_05_pipeline shares the keys of few query tiles among blocks, and reads K and V once for few queries
+    of grouped heads."""
+    if heads_together(problem) > 1:
+        return "accepts, and leaves few queries of grouped heads to a kernel that reads K and V once for them"
     if splits(problem, {"TILE_Q": 128}) < 4:
         return None
     return "accepts, and leaves few query tiles over many keys to blocks that share them"
