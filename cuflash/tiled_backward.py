@@ -31,8 +31,8 @@ from cuflash.tiled_visible import Tile, cut, tile_size
 from cuflash.tiled_workers import Queue, Turn, do_all, n_flop
 
 TILE_Q = 256
-TILE_KV = 1024
-LOADED_KV = 2 * TILE_KV  # key rows of an item, at most
+TILE_KV = 704  # no power of two: rows of S so far apart would share few places in the cache
+LOADED_KV = 2048  # key rows of an item, at most: three tiles to a load of Q and dO
 SMALL = 40  # |q| |k| up to which no exponential of S - lse is 0 or denormal, which take long
 N_ITEMS = 16  # a small problem is cut into about so many items: work for that many threads
 

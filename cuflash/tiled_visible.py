@@ -16,7 +16,7 @@ from cuflash.reference_scores import Sequence
 from cuflash.tiled_blocks import Cells, cell_size, kept_blocks, pairs_are_whole
 from cuflash.tiled_buffers import Buffers
 
-WIDEST = 1024  # keys of a tile: over more, the small products of tiled_products.py would get too small
+WIDEST = 960  # keys of a tile: over more, the small products of tiled_products.py would get too small
 
 
 class Run(NamedTuple):
@@ -124,7 +124,8 @@ class Visible:
             if r0 >= r1 or c0 >= c1:
                 continue
             widest = min(max(1, area // (r1 - r0)), WIDEST)
-            runs = pieces([(c0, c1)] if cells is None else cells.runs_of_keys(r0, c0, c1), widest)
+            runs = [(c0, c1)] if cells is None else cells.runs_of_keys(r0, c0, c1)
+            runs = [piece for run in runs for piece in cut_evenly(*run, widest)]
             if self.mask is not None:
                 runs = [run for run in runs if part(self.mask, r0, r1, *run).any()]
             tiles += [Tile(r0, r1, packed) for packed in side_by_side(runs, widest)]
@@ -185,6 +186,12 @@ def side_by_side(runs: list[tuple[int, int]], widest: int) -> list[tuple[Run, ..
 def cut(begin: int, end: int, size: int) -> list[tuple[int, int]]:
     """[begin, end) in pieces of `size`, the last one shorter."""
     return [(start, min(start + size, end)) for start in range(begin, end, size)]
+
+
+def cut_evenly(begin: int, end: int, most: int) -> list[tuple[int, int]]:
+    """[begin, end) in pieces of nearly the same size, in 16s, at most `most`."""
+    n = -(-(end - begin) // most)
+    return cut(begin, end, min(-(-(end - begin) // (16 * n)) * 16, most))
 
 
 def pieces(spans: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
