@@ -34,7 +34,10 @@ REDUNDANT: dict[tuple[str, str], str] = {
         "it keeps the order of sums, bits and not errors; emulated blocks seldom meet in that window"
     ),
     ("lib/key_group.cuh", "the sums are read"): "the next sums come after the barriers of a whole head",
-    ("bwd_06_specialize.cu", "the kept blocks are written"): "elect_one brings the emulated warp together",
+    ("bwd_06_specialize.cu", "wgmma_wait<0>();   // dV, dK"): (
+        "with dQ late the wait for the next S covers it; the compiler serialises the products without it"
+    ),
+    ("bwd_06_specialize.cu", "all lanes have added"): "it keeps the order of sums: bits, not errors",
     ("bwd_07_cluster.cu", "// K_peer"): "group 2 has waited before the dS that comes next",
     ("bwd_07_cluster.cu", "barrier_sync(P_empty(n + 1)"): "it meets arrivals that are left at the end",
     ("bwd_07_cluster.cu", "if (n_P == 2) barrier_sync"): "it meets arrivals that are left at the end",
