@@ -158,7 +158,14 @@ def write(
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    """A record that was written; CuflashError where the file holds none."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise cuflash.CuflashError(f"{path} is no record: {error}.") from None
+    if not isinstance(record, dict):
+        raise cuflash.CuflashError(f"{path} is no record: it holds no JSON object.")
+    return record
 
 
 def stale(record: dict[str, Any]) -> list[str]:

@@ -195,6 +195,33 @@ def test_against_a_record_from_the_command_line(capsys, tmp_path):
     assert code == 2 and "the record is of suite cpu, this run of forward." in err
 
 
+@pytest.mark.parametrize("content", ["", "{", "[1]", "{}", '{"suite": "cpu"}', '{"results": 5}', "\xff"])
+@pytest.mark.parametrize("flag", ["--show", "--against"])
+def test_a_file_that_is_no_record(flag, content, capsys, tmp_path):
+    path = tmp_path / "some.json"
+    path.write_text(content, encoding="latin-1")
+    code, out, err = bench(capsys, "cpu", "--tiny", "--no-record", flag, str(path))
+    assert code == 2 and f"{path} is no record" in err and not out
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--rounds", "0", "'0' is no whole number from 1"),
+        ("--launches", "-1", "'-1' is no whole number from 1"),
+        ("--samples", "2.5", "'2.5' is no whole number from 1"),
+        ("--pause", "-1", "'-1' is no length of time: give a number from 0"),
+        ("--sustained", "nan", "'nan' is no length of time"),
+        ("--len", "512,x", "'512,x' are no whole numbers with commas between them"),
+        ("--len", ",", "',' names nothing"),
+        ("--kernels", "", "'' names nothing; give names with commas between them"),
+    ],
+)
+def test_numbers_and_names_that_are_none(flag, value, says, capsys):
+    code, _, err = bench(capsys, "cpu", "--tiny", "--no-record", f"{flag}={value}")
+    assert code == 2 and says in err
+
+
 # ---- plots, profiles, roofs
 
 

@@ -7,6 +7,7 @@ Exit codes: 0 all is well; 1 a wrong result, or with --against a kernel that bec
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,11 +44,36 @@ EXAMPLES = """examples:
 
 
 def words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+    """A comma-separated list."""
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names with commas between them")
+    return found
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word.replace("_", "")) for word in words(text))
+    try:
+        return tuple(int(word.replace("_", "")) for word in words(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are no whole numbers with commas between them") from None
+
+
+def count(text: str) -> int:
+    """How often something is done."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def duration(text: str) -> float:
+    """A length of time; the flag says in what unit."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no length of time: give a number from 0")
+    return value
 
 
 def edge(text: str) -> int | None:
@@ -72,14 +98,14 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     _add_sizes(top)
     protocol = top.add_argument_group("protocol")
-    protocol.add_argument("--rounds", type=int, default=3, metavar="N", help="shuffled rounds (3)")
-    protocol.add_argument("--launches", type=int, default=4, metavar="N", help="timed launches a burst (4)")
-    protocol.add_argument("--pause", type=float, metavar="MS", help="before each burst (12; CPU 100)")
-    protocol.add_argument("--sustained", type=float, metavar="S", help="also S seconds back to back")
+    protocol.add_argument("--rounds", type=count, default=3, metavar="N", help="shuffled rounds (3)")
+    protocol.add_argument("--launches", type=count, default=4, metavar="N", help="timed launches a burst (4)")
+    protocol.add_argument("--pause", type=duration, metavar="MS", help="before each burst (12; CPU 100)")
+    protocol.add_argument("--sustained", type=duration, metavar="S", help="also S seconds back to back")
     protocol.add_argument(
         "--graph", choices=("auto", "always", "never"), help="CUDA graph replay of forwards"
     )
-    protocol.add_argument("--samples", type=int, default=SAMPLES, metavar="N",
+    protocol.add_argument("--samples", type=count, default=SAMPLES, metavar="N",
                           help=f"query heads checked of each shape ({SAMPLES})")  # fmt: skip
     protocol.add_argument("--tiny", action="store_true", help="sizes of milliseconds: for the checks alone")
     output = top.add_argument_group("output")
@@ -123,11 +149,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"written: {path}" for path in changed) or "every table is as it should be")
         return 0
     if options.show:
-        return show(records.read(options.show), options, out)
+        return show(record_of_a_bench("--show", options.show), options, out)
     place = place_of(options.device)
     if options.profile:
         return profiled(options, place, out)
     return measured(options, place, out)
+
+
+def record_of_a_bench(flag: str, path: str) -> dict[str, Any]:
+    """The record that a flag names, before anything is measured."""
+    record = records.read(path)
+    if not (isinstance(record.get("results"), list) and {"suite", "environment"} <= set(record)):
+        raise CuflashError(f"bench {flag}: {path} is no record of a bench.")
+    return record
 
 
 def place_of(device: str) -> str:
@@ -187,7 +221,7 @@ def measured(options: argparse.Namespace, place: str, out: Console) -> int:
     if options.plot:
         plots.check_path(options.plot)
     check_names(options.kernels)
-    earlier = records.read(options.against) if options.against else None
+    earlier = record_of_a_bench("--against", options.against) if options.against else None
     made = suites_of(options, place)
     if earlier is not None and earlier.get("suite") not in {suite.name for suite in made}:
         raise CuflashError(
@@ -250,8 +284,6 @@ def print_changes(record: dict[str, Any], earlier: dict[str, Any], out: Console)
 
 def show(record: dict[str, Any], options: argparse.Namespace, out: Console) -> int:
     """A record as its run printed it."""
-    if "results" not in record:
-        raise CuflashError(f"bench --show: {options.show} is no record of a bench.")
     show_payload(record, out)
     if options.plot:
         out.print(f"plot: {plots.save(record, options.plot)}")
