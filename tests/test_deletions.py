@@ -38,12 +38,13 @@ REDUNDANT: dict[tuple[str, str], str] = {
         "with dQ late the wait for the next S covers it; the compiler serialises the products without it"
     ),
     ("bwd_06_specialize.cu", "all lanes have added"): "it keeps the order of sums: bits, not errors",
-    ("bwd_07_cluster.cu", "// K_peer"): "group 2 has waited before the dS that comes next",
-    ("bwd_07_cluster.cu", "barrier_sync(P_empty(n + 1)"): "it meets arrivals that are left at the end",
-    ("bwd_07_cluster.cu", "if (n_P == 2) barrier_sync"): "it meets arrivals that are left at the end",
-    ("bwd_07_cluster.cu", "the warp has read"): "barrier_arrive has brought the warp together",
-    ("bwd_07_cluster.cu", "the sums are read"): "the next sums come after the barriers of a whole head",
-    ("bwd_07_cluster.cu", "wgmma_wait<0>();   // dK"): "the wait for dQ covers dK",
+    ("lib/cluster_weights.cuh", "// K_peer"): "group 2 has waited before the dS that comes next",
+    ("lib/cluster_weights.cuh", "barrier_sync(P_empty(n + 1)"): "it meets arrivals that are left at the end",
+    ("lib/cluster_weights.cuh", "if (n_P == 2) barrier_sync"): "it meets arrivals that are left at the end",
+    ("lib/cluster_weights.cuh", "the warp has read"): "barrier_arrive has brought the warp together",
+    ("lib/cluster_gradients.cuh", "the warp has read"): "the same",
+    ("lib/cluster_gradients.cuh", "the sums are read"): "the next come after the barriers of a whole head",
+    ("lib/cluster_gradients.cuh", "wgmma_wait<0>();   // dK"): "the wait for dQ covers dK",
     ("bwd_04_pipeline.cu", "the last additions are done"): "it keeps the order of sums: bits, not errors",
     ("lib/mma_gradient.cuh", "thread 0 has read: scratch is free"): (
         "no case wants the gradients of slopes and of a bias by key at once; one that did would need it"

@@ -10,6 +10,9 @@
 DEVICE u32 cluster_rank() { return emulated::cluster_rank(); }
 DEVICE u32 cluster_size() { return emulated::cluster_size(); }
 DEVICE void cluster_arrive(emulated::Here here = emulated::Here::now()) { emulated::cluster_arrive(here); }
+DEVICE void cluster_arrive_relaxed(emulated::Here here = emulated::Here::now()) {
+  emulated::cluster_arrive(here);
+}
 DEVICE void cluster_wait(emulated::Here here = emulated::Here::now()) { emulated::cluster_wait(here); }
 DEVICE u32 cluster_address(u32 address, u32 rank WHERE) {
   return emulated::cluster_address(address, rank, here);
@@ -33,6 +36,8 @@ DEVICE u32 cluster_size() {
   return r;
 }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Publishes nothing: the other form waits until the whole GPU sees all that the thread has written.
+DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE u32 cluster_address(u32 address, u32 rank) {
   u32 there;

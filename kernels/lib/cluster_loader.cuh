@@ -53,15 +53,17 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
   const Range whole = whole_tiles(args, seq, own.j0);
   const Global<float> rows(args.workspace[SLOT_ROWS]);
   const Global<elem> dO_tiles(args.workspace[SLOT_DO]);
+  QueryWalk<Walk> walk = walk_of(args, own, lane);
+  cluster_wait();           // the barriers of both blocks are ready
   previous_kernel_wait();   // rows and zeros are there
   next_kernel_may_start();
-  QueryWalk<Walk> walk = walk_of(args, own, lane);
   if (!walk.exists() && lane == 0) {
     smem.steps.as<Step>(0, 0) = {};
     mbarrier_arrive(at(Q_landed, 0));   // a step that does not exist
   }
+  u32 n = 0;
 #pragma unroll 1
-  for (u32 n = 0; walk.exists(); ++n) {
+  for (; walk.exists(); ++n) {
     const i32 i0 = walk.i0, head = walk.h;
     const i32 place = static_cast<i32>(place_of(args, seq, head, i0));
     const i64 first_row = static_cast<i64>(place) * 2 * tile_q;
@@ -99,6 +101,11 @@ DEVICE void load_operands(const MappedArgs& args, Smem& smem, const Owner& own, 
         bulk_load(smem.delta.address(n % 2, 0), rows.address(first_row + tile_q, row_bytes), row_bytes, full);
     }
   }
+  // What the peer's groups say of the last stages has arrived: nothing reaches into a block that has left.
+#pragma unroll
+  for (u32 more = 0; more < n_Q; ++more) wait_empty(smem.Q_empty, n + more);
+#pragma unroll
+  for (u32 more = 0; more < n_dO; ++more) wait_empty(smem.dO_empty, n * dO_parts + more);
 }
 
 // One warp: rows of Q and dO that do not exist become zeros before anybody sees them.

@@ -24,7 +24,7 @@ template <int steps, class Tile>
 DEVICE void product(float (&result)[n_scores], Tile& A, const u32 (&held)[steps][4], int n_held, Tile& B,
                     bool goes_on = false) {
   const Descriptor keys(A.descriptor_K(0)), queries(B.descriptor_K(0));
-  if (!is_plain && !goes_on)   // else what branches left of the last result gets in the way of this one (C7514)
+  if (!is_plain && !goes_on)   // else what branches left of the last result gets in the way (C7514)
 #pragma unroll
     for (int at = 0; at < n_scores; ++at) result[at] = 0;
   wgmma_fence();
