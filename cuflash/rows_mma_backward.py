@@ -236,7 +236,7 @@ BWD_04 = Row(
         Tile(32, 64, 4, up_to=96, itemsizes=(4,), room=225 * KB),  # 113 KB at 96, two blocks an SM
         Tile(32, 64, 8, up_to=128, itemsizes=(4,), least=128),  # 153 KB
         Tile(32, 64, 8, up_to=192, itemsizes=(4,), least=128),  # 209 KB at 192
-        Tile(16, 64, 8, up_to=256, itemsizes=(4,), least=128),  # 200 KB at 256
+        Tile(16, 64, 8, up_to=256, itemsizes=(4,), least=256),  # 200 KB at 256: 16 x 192 has no even cut
         Tile(32, 32, 8, up_to=192, itemsizes=(4,), least=128),  # 152 KB at 192
         Tile(16, 32, 4, up_to=128, itemsizes=(4,), least=128),  # 68 KB
     ),
