@@ -38,6 +38,7 @@ REDUNDANT: dict[tuple[str, str], str] = {
         "with dQ late the wait for the next S covers it; the compiler serialises the products without it"
     ),
     ("bwd_06_specialize.cu", "all lanes have added"): "it keeps the order of sums: bits, not errors",
+    ("lib/key_producer.cuh", "all lanes have read"): "what they read has gone through shfl, by all lanes",
     ("lib/cluster_weights.cuh", "// K_peer"): "group 2 has waited before the dS that comes next",
     ("lib/cluster_weights.cuh", "barrier_sync(P_empty(n + 1)"): "it meets arrivals that are left at the end",
     ("lib/cluster_weights.cuh", "if (n_P == 2) barrier_sync"): "it meets arrivals that are left at the end",
