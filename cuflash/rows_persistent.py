@@ -38,12 +38,12 @@ def panel(cols: int) -> int:
 def _smem(p: Params) -> int:
     tile_q, tile_kv, stages = p["TILE_Q"], p["TILE_KV"], p["N_STAGES"]
     widths = p["HEAD_DIM"], p["HEAD_DIM_V"]
-    q_and_o = p["Q_STAGES"] * widths[0] + (widths[1] if p["O_BUFFER"] else 0)
+    q_and_o = p["Q_STAGES"] * widths[0] + (widths[1] if p["O_BUFFER"] == 1 else 0)
     tiles = 2 * (tile_q * q_and_o + stages * tile_kv * sum(widths))
     blocks = p["BLOCK_Q"], p["BLOCK_KV"]
     kept = kept_blocks_bytes(tile_q, tile_kv, *blocks, stages) if p["BLOCK_MASK"] else 0
-    rings = 4 * [(8, 1, stages)] + 2 * [(8, 1, 2)] + 2 * [(8, 1, p["Q_STAGES"])] + [(8, 1, 1)]
-    others = shared_bytes((16, 1, 2), (4, 1, stages), *rings)
+    rings = 4 * [(8, 1, stages)] + 2 * [(8, 1, 2)] + 2 * [(8, 1, p["Q_STAGES"])] + 2 * [(8, 1, 1)]
+    others = shared_bytes((16, 1, 2), (32, p["N_WARPS"] // 4, 2), (4, 1, stages), *rings)
     return round_up(tiles + others + kept, 1024)
 
 
@@ -99,10 +99,16 @@ def _is_16_bit(problem: Problem) -> bool:
 
 
 def _tile(
-    tile_q: int, tile_kv: int, up_to: int, stages: int = 2, least_tiles: int = 0, **settings: int
+    tile_q: int,
+    tile_kv: int,
+    up_to: int,
+    stages: int = 2,
+    least_tiles: int = 0,
+    longest: int | None = None,
+    **settings: int,
 ) -> Tile:
     """settings: parameters that are not the usual ones."""
-    usual = {"PERSISTENT": 2, "O_BUFFER": 1, "Q_STAGES": 2, "OVERLAP": 0}
+    usual = {"PERSISTENT": 2, "O_BUFFER": 1, "Q_STAGES": 2, "OVERLAP": 0, "PLANS": 0}
     return Tile(
         tile_q,
         tile_kv,
@@ -111,6 +117,7 @@ def _tile(
         up_to=up_to,
         least=64,
         least_tiles=least_tiles,
+        longest=longest,
         options=tuple((usual | settings).items()),
     )
 
@@ -122,6 +129,8 @@ def _whole(tile: Tile) -> Tile:
 
 # Where P V takes long against the softmax, weights are made meanwhile; there is no room for O then.
 WIDE = {"O_BUFFER": 0, "Q_STAGES": 1, "OVERLAP": 1}
+# Walks so short that what lies between two query tiles counts.  In long ones the same is slower.
+SHORT = {"longest": 768, "PLANS": 1}
 
 FWD_10 = Row(
     "fwd_10_persistent",
@@ -134,8 +143,11 @@ FWD_10 = Row(
         _whole(_tile(128, 64, 256, **WIDE)),
         _tile(256, 64, 64, 4, least_tiles=N_SMS),
         _tile(192, 112, 96, least_tiles=N_SMS),
+        _tile(128, 128, 128, **SHORT),
         _tile(128, 128, 128),
+        _tile(128, 80, 192, Q_STAGES=1, OVERLAP=1, **SHORT),
         _tile(128, 80, 192, Q_STAGES=1, OVERLAP=1),
+        _tile(128, 64, 256, O_BUFFER=2, Q_STAGES=1, OVERLAP=1, **SHORT),
         _tile(128, 64, 256, **WIDE),
     ),
     (
