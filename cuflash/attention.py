@@ -103,8 +103,8 @@ def attention(
     Numerics: products accumulate and softmax runs in float32 (float64 for float64).  lse is the natural
     log-sum-exp of the scores, masks and sink included, dropout not; float32 (float64).  A row that sees
     nothing gives out 0 and lse -inf, or its sink.  The result is bitwise repeatable for the same inputs,
-    plan, GPU model and version.  Kernels hold scores in units of ln 2: on a GPU a finite bias beyond 2.3e38, as
-    finfo(float32).min, counts as infinite, so that a row of nothing else sees nothing.
+    plan, GPU model and version.  Kernels hold scores in units of ln 2: on a GPU a finite bias beyond 2.3e38
+    counts as infinite, finfo(float32).min too, so that a row of nothing else sees nothing.
 
     NumPy arrays are computed on the CPU and give NumPy arrays.  Arrays on a CUDA device give CuPy arrays, on
     that device's current stream, without synchronizing.
