@@ -259,7 +259,7 @@ BWD_04 = Row(
     "Q and dO double-buffered",
     dtypes=(*DTYPES, "float32"),
     limits=LIMITS,
-        workspace=_slots,
+    workspace=_slots,
     bytes=_bytes,
     flops_per_clock=2048,
     more=_precision,

@@ -151,9 +151,7 @@ def chosen_cases() -> list[Case]:
         Case(
             "NaN behind", (3, 70, 300, 1, 1, 64, 64), {"key_lengths": LENGTHS}, change=_nan_behind("k", "v")
         ),
-        Case(
-            NAN_QUERIES, (3, 300, 70, 1, 1, 64, 64), {"query_lengths": LENGTHS}, change=_nan_behind("q")
-        ),
+        Case(NAN_QUERIES, (3, 300, 70, 1, 1, 64, 64), {"query_lengths": LENGTHS}, change=_nan_behind("q")),
         Case("turns", (1, 150, 420, 2, 1, 64, 64)),  # several tiles of keys add to one of dQ
     ]
     return chosen

@@ -87,9 +87,7 @@ def test_odd_strides_are_read_in_place_without_tma():
     whole = list(map(np.ascontiguousarray, views))
     assert np.array_equal(found, cuflash.attention(*whole, kernel="fwd_06_wgmma", causal=True))
     for row in MAPPED:
-        with pytest.raises(
-            CuflashError, match=f"{row} {BY_TMA}q its address is no multiple of"
-        ):
+        with pytest.raises(CuflashError, match=f"{row} {BY_TMA}q its address is no multiple of"):
             cuflash.attention(*views, kernel=row)
 
 
