@@ -196,6 +196,19 @@ def test_wrong_results_fail(name, direction):
         assert wrong == {array_name}
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_products_of_11_bits_are_judged_as_such_where_they_were_asked_for(direction):
+    def judged(settings, factor):
+        made = inputs.draw(Shape(direction, 2, 80, 80, 4, 4, 32, 32, "float32", settings), np)
+        found = {n: a if n == "lse" else a * np.float32(factor) for n, a in results_of(made).items()}
+        return {verdict.passed for verdict in Truth(made).judge(found) if verdict.name != "lse"}
+
+    asked = (("precision", "tf32"),)
+    assert judged(asked, 1) == {True}, "more exact than asked for"
+    assert judged(asked, 1 + 1e-4) == {True} and judged((), 1 + 1e-4) == {False}
+    assert judged(asked, 1.02) == {False}
+
+
 def test_nan_in_a_row_that_was_not_sampled_fails():
     made = inputs.draw(Shape("forward", 4, 300, 300, 8, 8, 16, 16, "float16"), np)
     truth, right = Truth(made, samples=4), results_of(made)

@@ -68,8 +68,9 @@ class Truth:
         self.accumulator = "float64" if inputs.shape.dtype == "float64" else "float32"
         self.samples = self._sample(samples)
         self.exact = self._stack([self._computed(one, reference.FLOAT64) for one in self.samples])
-        narrow = Arithmetic(self.accumulator, inputs.shape.dtype)
-        wide = Arithmetic("float32", "float32")
+        is_tf32 = dict(inputs.shape.settings).get("precision") == "tf32"  # asked for products of 11 bits
+        narrow = Arithmetic(self.accumulator, "tf32" if is_tf32 else inputs.shape.dtype)
+        wide = Arithmetic("float32", "tf32" if is_tf32 else "float32")
         if self.accumulator == "float64":
             noise = np.random.default_rng(seed_of(inputs.shape))
             narrow = wide = Arithmetic("float64", "float64", noise)
