@@ -160,12 +160,14 @@ def ladder_notes() -> dict[str, dict[str, str]]:
 
 
 def limiters(found: Sequence[Record], device: str) -> dict[str, str]:
-    """Row -> what limits its longest kernel, from the newest profile of it on this card."""
+    """Row -> what limits its longest kernel, from the newest profile of its present source on this card."""
     newest: dict[str, str] = {}
     for record in found:
         if record.get("kind") == "profile" and card(record) == device:
+            changed = records.stale(record)
             by_time = sorted(record["kernels"], key=lambda one: one.get("milliseconds") or 0.0)
-            newest |= {one["kernel"].split("__")[0]: one["limiter"] for one in by_time}
+            mine = [(one["kernel"].split("__")[0], one["limiter"]) for one in by_time]
+            newest |= {row: limiter for row, limiter in mine if row not in changed}
     return newest
 
 
