@@ -15,6 +15,7 @@ from bench_help import SMALL, bench, fake_record
 from cuflash import devices, nvml, records
 from cuflash.bench import (
     against,
+    command,
     plots,
     profile,
     report,
@@ -193,6 +194,15 @@ def test_against_a_record_from_the_command_line(capsys, tmp_path):
     assert code == 0 and ", 0 slower, " in out
     code, _, err = bench(capsys, "forward", "--tiny", "--against", str(path))
     assert code == 2 and "the record is of suite cpu, this run of forward." in err
+
+
+def test_another_card_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "other.json"
+    record = fake_record(card="NVIDIA A100") | {"suite": "cpu", "place": "gpu"}
+    path.write_text(json.dumps(record))
+    monkeypatch.setattr(command, "run", lambda *_: pytest.fail("measured"))
+    code, _, err = bench(capsys, "cpu", "--tiny", "--no-record", "--against", str(path))
+    assert code == 2 and "made on NVIDIA A100" in err
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "{}", '{"suite": "cpu"}', '{"results": 5}', "\xff"])

@@ -50,16 +50,21 @@ def card(record: dict[str, Any]) -> str:
     return where["device"]["name"]
 
 
-def compare(record: dict[str, Any], earlier: dict[str, Any]) -> list[Change]:
-    """Every contender that both records measured, cuflash's own first, the worst first.
-
-    Raises CuflashError when the records are of different cards, or have nothing in common.
-    """
+def check_card(record: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Raises CuflashError when the records are of different cards; one of a run still to come will do."""
     if card(record) != card(earlier):
         raise CuflashError(
             f"bench --against: the record was made on {card(earlier)}, this is {card(record)}; "
             "times of different cards do not compare."
         )
+
+
+def compare(record: dict[str, Any], earlier: dict[str, Any]) -> list[Change]:
+    """Every contender that both records measured, cuflash's own first, the worst first.
+
+    Raises CuflashError when the records are of different cards, or have nothing in common.
+    """
+    check_card(record, earlier)
     before = _by_key(earlier)
     changes = []
     for key, (line, label) in _by_key(record).items():

@@ -234,6 +234,8 @@ def measured(options: argparse.Namespace, place: str, out: Console) -> int:
         if where == "cpu" and suite.name != "cpu":
             why = "asked for the CPU" if options.device == "cpu" else "no CUDA GPU here"
             out.print(f"{why}: kernels are not measured, this is the NumPy path")
+        if earlier is not None and suite.name == earlier["suite"]:  # before minutes are spent on it
+            against.check_card({"environment": records.environment(), "place": where}, earlier)
         pause = options.pause if options.pause is not None else 1e3 * (CPU_PAUSE if where == "cpu" else 0.012)
         if options.tiny:
             pause = 0
