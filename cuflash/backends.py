@@ -21,13 +21,12 @@ import contextlib
 import ctypes
 import functools
 import math
-import os
 import threading
 from typing import Any
 
 import numpy as np
 
-from cuflash import build
+from cuflash import build, driver
 from cuflash.devices import Device
 from cuflash.errors import CuflashError
 from cuflash.plan import Launch
@@ -231,13 +230,6 @@ class _Config(ctypes.Structure):
     )
 
 
-@functools.cache
-def _launch_ex() -> Any:
-    """cuLaunchKernelEx, which CuPy does not offer: only it takes attributes of a launch."""
-    library = ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")
-    return library.cuLaunchKernelEx
-
-
 class Overlapping:
     """A launch that may start before the one before it on the stream has ended.
 
@@ -247,7 +239,7 @@ class Overlapping:
 
     def __init__(self, loaded: tuple[int, ...]) -> None:
         self.loaded = loaded
-        self._launch = _launch_ex()
+        self._launch = driver.function("cuLaunchKernelEx")  # only it takes attributes
         self._attribute = _Attribute(_OVERLAPS, 0, 1)
         self._config = _Config(*loaded[1:], None, ctypes.pointer(self._attribute), 1)
         self._reference = ctypes.byref(self._config)

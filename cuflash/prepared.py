@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
@@ -20,6 +19,8 @@ from cuflash.problem import Operands, Problem
 log = logging.getLogger("cuflash")
 _UNREAD_BYTES = 1 << 20  # an lse of up to so many bytes needs no array of its own where nobody reads it
 _MAX_LSE_ITEMSIZE = 8
+_unread_of: dict[int, Any] = {}  # by the GPU's number
+_unread_lock = threading.Lock()
 
 # The arrays of a call in the order that key, cached and prepared calls take them.
 _OPTIONS = (
@@ -289,10 +290,13 @@ class Prepared:
         return results | named | self._blocks
 
 
-@functools.cache
 def _unread(backend: Any) -> Any:
-    """Memory of a GPU that kernels write and nobody reads, kept as long as the process."""
-    return backend.empty((_UNREAD_BYTES,), np.dtype(np.uint8))
+    """Memory of a GPU that kernels write and nobody reads: one for all calls, and never freed, for who knows
+    which stream still writes to it."""
+    with _unread_lock:
+        if backend.index not in _unread_of:
+            _unread_of[backend.index] = backend.empty((_UNREAD_BYTES,), np.dtype(np.uint8))
+        return _unread_of[backend.index]
 
 
 def _new_result(problem: Problem, name: str) -> tuple[tuple[int, ...], np.dtype]:

@@ -184,18 +184,8 @@ PIPELINE_TILES = (
     Tile(64, 64, 4, 2, up_to=128, most_queries=FEW, room=AMPERE, **HALVES),
     Tile(64, 32, 4, 2, up_to=256, most_queries=FEW, **HALVES),
     # 16 bits.  Three blocks, so that the ends of a block cost less; with causal float16 spills one register
-    Tile(
-        128,
-        32,
-        4,
-        2,
-        up_to=64,
-        longest=SHORT,
-        room=HOPPER,
-        spills=12,
-        options=_parts(2, 3, noted=True),
-        **HALVES,
-    ),
+    Tile(128, 32, 4, 2, up_to=64, longest=SHORT, room=HOPPER, spills=12,
+         options=_parts(2, 3, noted=True), **HALVES),
     # fewest barriers, and registers for all of Q
     Tile(128, 64, 4, 2, up_to=64, room=HOPPER, options=_parts(2, kept=4), **HALVES),
     # 64 keys at once: fewer steps; but two of 48 for a barrier are faster when there are many
@@ -229,7 +219,7 @@ PIPELINE_TILES = (
     Tile(64, 32, 4, 2, up_to=64, **FLOATS),
     Tile(64, 16, 4, 2, up_to=128, **FLOATS),
     Tile(64, 16, 4, 2, up_to=256, spills=260, **FLOATS),
-)
+)  # fmt: skip
 
 FWD_05 = Row(
     "fwd_05_pipeline",

@@ -8,12 +8,12 @@ one costs 2 us, and the newest addresses are remembered.
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 from collections.abc import Sequence
 
 import numpy as np
 
+from cuflash import driver
 from cuflash.errors import CuflashError
 
 BYTES = 128
@@ -158,15 +158,7 @@ class Layout:
 
     def _ask_driver(self, address: int) -> bytes:
         self._address.value = address
-        status = _encode_tiled()(*self._arguments)
+        status = driver.function("cuTensorMapEncodeTiled")(*self._arguments)
         if status:
             raise CuflashError(f"tensor map: cuTensorMapEncodeTiled returned {status}\n  {self!r}")
         return self._room.tobytes()
-
-
-@functools.cache
-def _encode_tiled():
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-    except (OSError, AttributeError) as error:
-        raise CuflashError(f"tensor maps need the CUDA driver 12.0 or later: {error}") from error

@@ -8,13 +8,26 @@ import shutil
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from cuflash import BlockMask, CuflashError, args, attention, backends, build, launch, plan, reference, rows
+from cuflash import (
+    BlockMask,
+    CuflashError,
+    args,
+    attention,
+    backends,
+    build,
+    launch,
+    plan,
+    prepared,
+    reference,
+    rows,
+)
 from cuflash import arrays as arrays_
 from cuflash.attention import attention_backward, explain
 from cuflash.check import check
@@ -702,6 +715,22 @@ def test_an_lse_that_nobody_reads_is_not_allocated(cupy):
     assert used <= sum(-(-one.nbytes // 512) * 512 for one in found), "out alone"
     assert cupy.array_equal(attention(q, k, v, causal=True, out=cupy.empty_like(want)), want)
     assert cupy.array_equal(attention(q, k, v, causal=True, return_lse=True)[1], lse)
+
+
+def test_memory_that_nobody_reads_is_made_once(monkeypatch):
+    """Were it made twice at once, one would be freed, and kernels would go on writing there."""
+    monkeypatch.setattr(prepared, "_unread_of", {})
+
+    class Backend:
+        index = 3
+
+        def empty(self, shape, dtype):
+            time.sleep(0.02)
+            return np.empty(shape, dtype)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: prepared._unread(Backend()), range(8)))
+    assert all(one is found[0] for one in found)
 
 
 NOT_ARRAYS = {"block_mask", "counter_shift", "grads", "progress"}

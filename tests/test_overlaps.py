@@ -59,7 +59,7 @@ def test_what_the_driver_is_asked(monkeypatch):
         )
         return 0
 
-    monkeypatch.setattr(backends, "_launch_ex", lambda: launch_ex)
+    monkeypatch.setattr(backends.driver, "function", {"cuLaunchKernelEx": launch_ex}.get)
     launch = backends.Overlapping((77, 2, 3, 4, 128, 1, 1, 50_000))
     assert launch(1234, 99) == 0 and launch(5678, 98) == 0
     sizes, attribute = ([2, 3, 4], [128, 1, 1], 50_000), (1, 6, 1)

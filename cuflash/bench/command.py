@@ -333,6 +333,9 @@ def profiled(options: argparse.Namespace, place: str, out: Console) -> int:
         )
         if waits:
             out.print(f"{one.kernel}: warps wait for {waits}")
+    counted = {one.kernel.split("__")[0] for one in found}
+    for kernel in [kernel for kernel in asked if kernel not in counted]:
+        out.print(f"{kernel}: not counted; it refuses {asked[kernel].label()}, see cuflash explain")
     if not options.no_record:
         data = {"place": "gpu", "kernels": [one.as_json() for one in found]}
         out.print(f"record: {records.write('profile', data, asked, options.record)}")
