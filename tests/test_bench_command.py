@@ -277,21 +277,70 @@ def test_ncu_is_read():
     assert profile.parse("==ERROR== no rights") == []
 
 
-def test_several_kernels_go_through_one_ncu(monkeypatch, tmp_path):
-    fake, csv = tmp_path / "ncu", tmp_path / "csv"
+def fake_ncu(monkeypatch, folder, script):
+    """An ncu that is a shell script; $asked is what it was called with, $last the child's folder."""
+    fake, csv = folder / "ncu", folder / "csv"
     csv.write_text(NCU.replace("{tensor}", "78.2"))
-    fake.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {csv}\n')
+    fake.write_text(f'#!/bin/sh\necho "$@" > {folder}/asked\nfor last; do :; done\ncsv={csv}\n{script}\n')
     fake.chmod(0o755)
     monkeypatch.setattr(profile, "find_ncu", lambda: str(fake))
-    (one,) = profile.profile({"fwd_02_tiled": SMALL, "fwd_05_pipeline": SMALL})
-    assert one.label == f"forward, {SMALL.label()}, float32"
+
+
+def test_several_kernels_go_through_one_ncu(monkeypatch, tmp_path):
+    fake_ncu(monkeypatch, tmp_path, "touch $last/fwd_02_tiled.done\nsleep 1\ncat $csv")
+    told = []
+    shapes_of = {"fwd_02_tiled": SMALL, "fwd_05_pipeline": SMALL}
+    counted = profile.profile(shapes_of, progress=lambda kernel, done: told.append((kernel, done)))
+    (one,) = counted.launches
+    assert one.label == f"forward, {SMALL.label()}, float32" and not counted.stopped
+    assert told == [("fwd_02_tiled", True)]
     asked = (tmp_path / "asked").read_text()
     assert "regex:^(fwd_02_tiled|fwd_05_pipeline)" in asked
     (given,) = [line for line in asked.splitlines() if "cuflash.bench.profile" in line]
-    shapes_ = json.loads(given[given.index("{") :])
-    assert {name: Shape.from_json(data) for name, data in shapes_.items()} == {
-        "fwd_02_tiled": SMALL, "fwd_05_pipeline": SMALL,
-    }  # fmt: skip
+    shapes_, _ = json.JSONDecoder().raw_decode(given, given.index("{"))
+    assert {name: Shape.from_json(data) for name, data in shapes_.items()} == shapes_of
+    assert "cuflash-ncu-" in given[given.index("}}") :]
+
+
+WAITS = "while [ ! -f $last/stop ]; do sleep 0.05; done\ncat $csv"
+
+
+def test_a_profile_that_takes_too_long_keeps_what_was_counted(monkeypatch, tmp_path):
+    fake_ncu(monkeypatch, tmp_path, WAITS)
+    monkeypatch.setattr(profile, "SECONDS", 0.3)
+    counted = profile.profile({"fwd_02_tiled": SMALL})
+    assert counted.stopped and [one.kernel for one in counted.launches] == ["fwd_02_tiled"]
+
+
+def test_a_kernel_that_never_ends_is_an_error(monkeypatch, tmp_path):
+    fake_ncu(monkeypatch, tmp_path, "sleep 60")
+    monkeypatch.setattr(profile, "SECONDS", 0.3)
+    start = time.monotonic()
+    with pytest.raises(CuflashError, match="one kernel did not end in"):
+        profile.profile({"fwd_02_tiled": SMALL})
+    assert time.monotonic() - start < 20
+
+
+def test_ctrl_c_ends_a_profile_and_keeps_what_was_counted(monkeypatch, tmp_path, capsys):
+    fake_ncu(monkeypatch, tmp_path, WAITS)
+    real, calls = subprocess.Popen.communicate, []
+
+    def interrupted(self, *args, **options):
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    monkeypatch.setattr(command, "place_of", lambda device: "gpu")
+    monkeypatch.setattr(command, "compile_pairs", lambda pairs: None)
+    monkeypatch.setattr(command, "default_dtype", lambda place: "float16")
+    path = tmp_path / "record.json"
+    code, out, _ = bench(capsys, "--profile", "fwd_02_tiled,fwd_01_naive", "--record", str(path))
+    assert code == 130 and "fwd_01_naive: not counted; stopped before it" in out
+    record = records.read(path)
+    assert record["stopped"] and list(record["sources"]) == ["fwd_02_tiled"]
+    assert [one["kernel"] for one in record["kernels"]] == ["fwd_02_tiled"]
 
 
 def test_without_ncu_it_says_so(monkeypatch):

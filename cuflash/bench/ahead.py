@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import cuflash
 from cuflash import build, plan
 from cuflash.arrays import spec
-from cuflash.bench.contenders import own
+from cuflash.bench.contenders import AUTOMATIC, own
 from cuflash.bench.inputs import options_of
 from cuflash.bench.shapes import Shape
 from cuflash.errors import CuflashError
@@ -22,15 +23,23 @@ if TYPE_CHECKING:
 
 def compile_ahead(task: Task) -> None:
     """Every build that cuflash's kernels need for the suite, in parallel."""
+    compile_pairs(
+        (one.name, shape)
+        for shape in task.suite.shapes
+        for one in own(shape.direction, task.place, task.kernels, task.suite.ladder)
+    )
+
+
+def compile_pairs(pairs: Iterable[tuple[str, Shape]]) -> None:
+    """Every build of (kernel or "auto", shape), in parallel; a backward needs its forward too."""
     plans = []
-    for shape in task.suite.shapes:
+    for name, shape in pairs:
         q, k, v, options = specs_of(shape)
-        for one in own(shape.direction, task.place, task.kernels, task.suite.ladder):
-            kernel = None if one.name == "auto" else one.name
-            for backward in {False, shape.direction == "backward"}:
-                with contextlib.suppress(CuflashError):  # a row that refuses is a line later
-                    named = kernel if backward == (shape.direction == "backward") else None
-                    plans.append(cuflash.explain(q, k, v, **options, backward=backward, kernel=named))
+        for backward in {False, shape.direction == "backward"}:
+            with contextlib.suppress(CuflashError):  # a row that refuses is a line later
+                own_kernel = backward == (shape.direction == "backward") and name != AUTOMATIC
+                kernel = name if own_kernel else None
+                plans.append(cuflash.explain(q, k, v, **options, backward=backward, kernel=kernel))
     with contextlib.suppress(CuflashError):  # what does not compile is a line later
         build.compile_all(plan.jobs(plans))
 

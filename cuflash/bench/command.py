@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import cuflash
 from cuflash import devices, records
 from cuflash.bench import against, inputs, markdown, peers, plots, profile, report, shapes, suites
+from cuflash.bench.ahead import compile_pairs
 from cuflash.bench.contenders import check_names
 from cuflash.bench.run import Task, run
 from cuflash.bench.shapes import Shape, Sizes, Suite
@@ -316,7 +317,11 @@ def profiled(options: argparse.Namespace, place: str, out: Console) -> int:
     if place == "cpu":
         raise CuflashError("bench --profile: counts on a CUDA GPU, and there is none here.")
     asked = {kernel: profile_shape(options, kernel, direction) for kernel, direction in directions.items()}
-    found = profile.profile(asked)
+    with bar("profile", len(asked)) as step:
+        step("compiling", False)
+        compile_pairs(asked.items())
+        counted = profile.profile(asked, progress=step)
+    found = counted.launches
     units = list(profile.UTILISATION)
     table = report.table("kernel", ">ms", *(f">{unit} %" for unit in units), ">occupancy %", ">DRAM GB",
                          ">registers", "limiter", "problem")  # fmt: skip
@@ -333,23 +338,29 @@ def profiled(options: argparse.Namespace, place: str, out: Console) -> int:
         )
         if waits:
             out.print(f"{one.kernel}: warps wait for {waits}")
-    counted = {one.kernel.split("__")[0] for one in found}
-    for kernel in [kernel for kernel in asked if kernel not in counted]:
-        out.print(f"{kernel}: not counted; it refuses {asked[kernel].label()}, see cuflash explain")
-    if not options.no_record:
-        data = {"place": "gpu", "kernels": [one.as_json() for one in found]}
-        out.print(f"record: {records.write('profile', data, asked, options.record)}")
-    return 0
+    there = {one.kernel.split("__")[0] for one in found}
+    for kernel in [kernel for kernel in asked if kernel not in there]:
+        refuses = f"it refuses {asked[kernel].label()}, see cuflash explain"
+        out.print(f"{kernel}: not counted; {'stopped before it' if counted.stopped else refuses}")
+    if found and not options.no_record:
+        data = {"place": "gpu", "stopped": counted.stopped, "kernels": [one.as_json() for one in found]}
+        out.print(f"record: {records.write('profile', data, there, options.record)}")
+    return 130 if counted.stopped else 0
 
 
 def profile_shape(options: argparse.Namespace, kernel: str, direction: str) -> Shape:
-    """What the flags name: by default length 4,096, head_dim 128, or 256 for what is chosen there."""
+    """What the flags name: by default length 4,096, head_dim 128, or 256 for what is chosen there.
+
+    Rungs of one thread a row get length 1,024, a quarter of the tokens: a pass of theirs would take seconds.
+    """
     dtype, chosen = default_dtype("gpu"), {}
     for dim in (128, 256):
         q = cuflash.spec((4, 4096, 2048 // dim, dim), dtype)
         chosen.setdefault(cuflash.explain(q, q, q, backward=direction == "backward").kernel, dim)
+    is_naive = kernel.endswith("_naive")
     made = shapes.grid(
-        (direction,), sizes_of(options), head_dims=(chosen.get(kernel, 128),), lengths=(4096,),
+        (direction,), sizes_of(options), head_dims=(chosen.get(kernel, 128),),
+        lengths=(1024 if is_naive else 4096,), tokens=4096 if is_naive else shapes.TOKENS,
         causal=(False,), dtype=dtype,
     )  # fmt: skip
     return made[0]

@@ -3,20 +3,24 @@
 ncu runs this module as a child, one problem per kernel, and counts; here its CSV is read into one table, and
 the unit that limits is named.
 
-    profile({"fwd_02_tiled": shape})        # a list of Profiled, one per launch of a row's own kernel
+    profile({"fwd_02_tiled": shape}).launches        # a Profiled per launch of a row's own kernel
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +48,8 @@ UTILISATION = {
 PERCENT = r"\.avg\.pct_of_peak_sustained_(active|elapsed)$"
 BUSY = 60.0  # percent; below it on every unit, waiting is the limit
 SECONDS = 300
+STOP = "stop"
+Progress = Callable[[str, bool], None]  # (kernel, whether it was counted)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,14 @@ class Profiled:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Counted:
+    """What was profiled; stopped: by Ctrl-C, or because time was up."""
+
+    launches: list[Profiled]
+    stopped: bool = False
+
+
 def find_ncu() -> str | None:
     """Path of Nsight Compute's command line."""
     for candidate in (shutil.which("ncu"), "/usr/local/cuda/bin/ncu"):
@@ -81,8 +95,13 @@ def direction_of(kernel: str) -> str:
     raise CuflashError(f"bench --profile: unknown kernel {kernel!r}; known: {known}.")
 
 
-def profile(shapes: Mapping[str, Shape], keep: Path | None = None) -> list[Profiled]:
-    """Run each kernel on its shape, all under one ncu.  keep: where ncu's CSV goes too.
+def profile(
+    shapes: Mapping[str, Shape], keep: Path | None = None, progress: Progress | None = None
+) -> Counted:
+    """Run each kernel on its shape, all under one ncu.
+
+    keep: where ncu's CSV goes too.  progress(kernel, is_done) as it goes.  After SECONDS, or with Ctrl-C, the
+    kernel at work is the last one, and what was counted is kept.
 
     Raises CuflashError without ncu, and with what ncu said when it fails (often: counters need rights).
     """
@@ -92,30 +111,65 @@ def profile(shapes: Mapping[str, Shape], keep: Path | None = None) -> list[Profi
             "bench --profile: needs Nsight Compute's `ncu`, which is not on PATH\n"
             "  It comes with the CUDA toolkit; `cuflash explain` tells registers and bytes without it."
         )
-    command = [
-        ncu, "--csv", "--page", "raw", "--kernel-name", f"regex:^({'|'.join(shapes)})",
+    with tempfile.TemporaryDirectory(prefix="cuflash-ncu-") as folder:
+        output, stopped = _under_ncu([*_command(ncu, shapes), folder], Path(folder), progress)
+    if keep is not None:
+        keep.write_text(output)
+    found = parse(output)
+    if not found and not stopped:
+        said = [x for x in output.splitlines() if "ERROR" in x or "Error" in x]
+        raise CuflashError(
+            f"bench --profile: ncu counted nothing for {', '.join(shapes)}\n  "
+            + "\n  ".join(said[-5:] or ["(no message)"])
+        )
+    return Counted([_labelled(one, shapes) for one in found], stopped)
+
+
+def _command(ncu: str, shapes: Mapping[str, Shape]) -> list[str]:
+    """ncu and its child.  No rules: they cost seconds a kernel, and their advice is not read here."""
+    return [
+        ncu, "--csv", "--page", "raw", "--apply-rules", "no", "--kernel-name", f"regex:^({'|'.join(shapes)})",
         "--target-processes", "all", "--profile-from-start", "off",
         *[x for section in SECTIONS for x in ("--section", section)],
         "--metrics", ",".join(METRICS), sys.executable, "-m", "cuflash.bench.profile",
         json.dumps({kernel: shape.as_json() for kernel, shape in shapes.items()}),
     ]  # fmt: skip
+
+
+def _under_ncu(command: list[str], folder: Path, progress: Progress | None) -> tuple[str, bool]:
+    """(what ncu and its child said, whether the child was asked to stop).
+
+    The child writes a file per kernel into the folder, and ends when it finds one named STOP there.  It has a
+    session of its own: a terminal's Ctrl-C would kill ncu before it tells what it counted.
+    """
     paths = os.pathsep.join(path for path in sys.path if path)
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, "PYTHONPATH": paths}
-        )
-    except subprocess.TimeoutExpired:
-        raise CuflashError(f"bench --profile: ncu did not finish in {SECONDS} s") from None
-    if keep is not None:
-        keep.write_text(done.stdout + done.stderr)
-    found = parse(done.stdout)
-    if not found:
-        said = [x for x in (done.stdout + done.stderr).splitlines() if "ERROR" in x or "Error" in x]
-        raise CuflashError(
-            f"bench --profile: ncu counted nothing for {', '.join(shapes)}\n  "
-            + "\n  ".join(said[-5:] or ["(no message)"])
-        )
-    return [_labelled(one, shapes) for one in found]
+    env = {**os.environ, "PYTHONPATH": paths}
+    end, stopped, seen = time.monotonic() + SECONDS, False, set()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+    ) as child:
+        try:
+            while True:
+                try:
+                    said = child.communicate(timeout=0.2)
+                    return "".join(said), stopped
+                except subprocess.TimeoutExpired:
+                    late = time.monotonic() > end
+                except KeyboardInterrupt:
+                    if stopped:
+                        raise
+                    late = True
+                if late and stopped:
+                    raise CuflashError(f"bench --profile: one kernel did not end in {SECONDS} s")
+                if late:
+                    (folder / STOP).touch()
+                    stopped, end = True, time.monotonic() + SECONDS
+                for path in sorted(set(folder.glob("*.done")) - seen) if progress else ():
+                    progress(path.stem, True)
+                    seen.add(path)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def _labelled(one: Profiled, shapes: Mapping[str, Shape]) -> Profiled:
@@ -201,22 +255,24 @@ def limiter(utilisation: dict[str, float], stalls: dict[str, float]) -> str:
 
 
 def main() -> int:
-    """The child: each kernel once unseen (it compiles), once counted."""
+    """The child: each kernel once unseen (it is loaded, and sets up what it keeps), once counted."""
     import cupy
     from cupyx.profiler import profile as counted
 
     from cuflash.bench.contenders import Cuflash
 
-    for kernel, data in json.loads(sys.argv[1]).items():
-        try:
+    asked, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    for kernel, data in asked.items():
+        if (folder / STOP).exists():
+            break
+        with contextlib.suppress(CuflashError):  # the row refuses: its line is missing
             prepared = Cuflash(kernel).prepare(draw(Shape.from_json(data), cupy), fresh=False)
-        except CuflashError:  # the row refuses: its line is missing
-            continue
-        prepared.call(0)
-        cupy.cuda.runtime.deviceSynchronize()
-        with counted():
             prepared.call(0)
             cupy.cuda.runtime.deviceSynchronize()
+            with counted():
+                prepared.call(0)
+                cupy.cuda.runtime.deviceSynchronize()
+        (folder / f"{kernel}.done").touch()
     return 0
 
 

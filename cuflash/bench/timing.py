@@ -236,12 +236,19 @@ def take(turn: Turn, protocol: Rounds) -> None:
 
 
 def run_sustained(turn: Turn, seconds: float) -> None:
-    """Back to back without pauses; the median of the second half, when the card is as hot as it gets."""
+    """Back to back without pauses; the median of the second half, when the card is as hot as it gets.
+
+    A call that raises ends that contender, and says why.
+    """
     n = max(1, min(64, int(0.1 / max(turn.estimate, 1e-9))))
     end, found = time.perf_counter() + seconds, []
-    with turn.around():
-        while not found or time.perf_counter() < end:
-            found += turn.clock.burst(turn.call, 0, n)
+    try:
+        with turn.around():
+            while not found or time.perf_counter() < end:
+                found += turn.clock.burst(turn.call, 0, n)
+    except Exception as error:  # whatever a peer raises; the others go on
+        turn.error = f"{type(error).__name__}: {error}"
+        return
     late = found[len(found) // 2 :]
     turn.times.sustained = statistics.median(late) / turn.per_call
 
