@@ -7,7 +7,7 @@ import copy
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,23 +203,28 @@ class Checks:
                     return "failed: other bits in another order of threads"
         return "passed"
 
-    def notice(self) -> str | None:
-        """The first thing that is wrong, in any case and any order of threads."""
-        for run in self.runs:
-            for seed in SEEDS:
-                said = self.outcome(run, seed)
-                if said != "passed":
-                    return f"{run[0]}, seed {seed}: {said}"
+    def notice(self, last: str = "") -> str | None:
+        """The first thing that is wrong, in any case and any order of threads; last time's comes first."""
+        turns = [(f"{run[0]}, seed {seed}: ", run, seed) for run in self.runs for seed in SEEDS]
+        for words, run, seed in sorted(turns, key=lambda turn: not last.startswith(turn[0])):
+            said = self.outcome(run, seed)
+            if said != "passed":
+                return words + said
         return None
 
 
-def search(row: str, folder: Path, dtypes: tuple[str, ...]) -> dict[Site, str | None]:
-    """Site -> what noticed its deletion (case, dtype, seed and message), None when nothing did."""
+def search(
+    row: str, folder: Path, dtypes: tuple[str, ...], last: Mapping[tuple[str, str], str] | None = None
+) -> dict[Site, str | None]:
+    """Site -> what noticed its deletion (case, dtype, seed and message), None when nothing did.
+
+    last: what noticed the same statement, by Site.key, in an earlier search: it is tried first.
+    """
     with without(None, folder / "sound"):  # a copy that stays as it is
         all_checks = Checks(row, dtypes)
         all_checks.keep_what_passes()
         found = {}
         for site in sites_of(row, all_checks.launched):
             with without(site, folder):
-                found[site] = all_checks.notice()
+                found[site] = all_checks.notice((last or {}).get(site.key, ""))
     return found
