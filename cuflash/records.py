@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -157,10 +158,24 @@ def write(
     return path
 
 
+def check_place(path: str | Path) -> None:
+    """CuflashError where no record could be written: said before minutes are spent on it."""
+    where = Path(path)
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=where.parent).close()
+    except OSError as error:
+        raise cuflash.CuflashError(f"{path} cannot be written: {error.strerror or error}.") from None
+    if where.is_dir():
+        raise cuflash.CuflashError(f"{path} cannot be written: it is a folder.")
+
+
 def read(path: str | Path) -> dict[str, Any]:
-    """A record that was written; CuflashError where the file holds none."""
+    """A record that was written; CuflashError where there is no file, or it holds none."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise cuflash.CuflashError(f"{path} cannot be read: {error.strerror or error}.") from None
     except ValueError as error:
         raise cuflash.CuflashError(f"{path} is no record: {error}.") from None
     if not isinstance(record, dict):

@@ -84,6 +84,11 @@ def test_every_suite_runs_without_a_gpu(capsys, suite):
         (("--profile", "fwd_99"), "unknown kernel 'fwd_99'"),
         (("--profile", "fwd_02_tiled"), "there is none here"),
         (("cpu", "--peers", "xformers"), "unknown peer xformers"),
+        (("--peers", "cpu"), "unknown peer cpu (a suite: it comes before --peers)"),
+        (("cpu", "--window", "1", "all"), "'all' is neither a whole number from 0 nor none"),
+        (("cpu", "--tiny", "--record", "/dev/null/x.json"), "x.json cannot be written"),
+        (("cpu", "--tiny", "--plot", "/dev/null/x.svg"), "x.svg cannot be written"),
+        (("--show", "nowhere.json"), "nowhere.json cannot be read: No such file"),
     ],
 )
 def test_bad_input_is_refused_in_words(capsys, arguments, says):
@@ -166,6 +171,16 @@ def test_a_wide_spread_explains_more():
     noisy = fake_record(1.10e-3)
     noisy["results"][0]["lines"][0]["spread"] = 0.12
     assert not [x for x in against.compare(noisy, fake_record()) if x.slower]
+
+
+def test_one_measurement_says_nothing_about_its_spread():
+    once = fake_record(1.15e-3)
+    once["results"][0]["lines"][0] |= {"n": 1, "spread": 0.0}
+    (change, *_) = against.compare(once, fake_record())
+    assert not change.slower and "spread explains 20.0 %" in str(change)
+    (_, table), *_ = report.tables(once)
+    spreads = list(table.columns[[column.header for column in table.columns].index("spread")].cells)
+    assert spreads == ["", "1.0 %", "1.0 %"]
 
 
 def test_records_that_do_not_compare():

@@ -9,6 +9,7 @@ from cuflash.bench.report import digits
 from cuflash.errors import CuflashError
 
 LEAST = 0.03  # a change below this is never reported: two runs of one binary differ as much
+FEW, UNKNOWN = 3, 0.2  # fewer measurements than this say nothing about spread: this much is allowed
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def compare(record: dict[str, Any], earlier: dict[str, Any]) -> list[Change]:
     for key, (line, label) in _by_key(record).items():
         if key in before:
             old = before[key][0]
-            allowed = max(LEAST, old["spread"] + line["spread"])
+            known = min(old["n"], line["n"]) >= FEW
+            allowed = max(LEAST if known else UNKNOWN, old["spread"] + line["spread"])
             changes.append((line["kind"] != "cuflash", Change(
                 line["name"], key[1], label, old["seconds"], line["seconds"], allowed
             )))  # fmt: skip

@@ -78,7 +78,12 @@ def duration(text: str) -> float:
 
 
 def edge(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
+    """Keys to one side of a window; None: all of them."""
+    if text.lower() == "none":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number from 0 nor none")
+    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -224,6 +229,8 @@ def measured(options: argparse.Namespace, place: str, out: Console) -> int:
     check_names(options.kernels)
     earlier = record_of_a_bench("--against", options.against) if options.against else None
     made = suites_of(options, place)
+    for path in filter(None, (options.record, options.plot)):
+        records.check_place(path)
     if earlier is not None and earlier.get("suite") not in {suite.name for suite in made}:
         raise CuflashError(
             f"bench --against: the record is of suite {earlier.get('suite')}, "
@@ -316,6 +323,8 @@ def profiled(options: argparse.Namespace, place: str, out: Console) -> int:
     directions = {kernel: profile.direction_of(kernel) for kernel in options.profile}
     if place == "cpu":
         raise CuflashError("bench --profile: counts on a CUDA GPU, and there is none here.")
+    if options.record:
+        records.check_place(options.record)
     asked = {kernel: profile_shape(options, kernel, direction) for kernel, direction in directions.items()}
     with bar("profile", len(asked)) as step:
         step("compiling", False)

@@ -10,6 +10,7 @@ from cuflash.bench.peer import ALL, HALF, Peer
 from cuflash.bench.peers_jax import FlashAttention3Jax, JaxAttention
 from cuflash.bench.peers_torch import FlashAttention3, FlashAttention4, Sdpa
 from cuflash.bench.peers_unfused import Unfused
+from cuflash.bench.suites import SUITES
 from cuflash.errors import CuflashError
 
 PEERS: tuple[Peer, ...] = (
@@ -44,5 +45,6 @@ def named(names: tuple[str, ...] | None, place: str) -> list[Peer]:
     unknown = [name for name in names or () if name not in {peer.name for peer in PEERS}]
     if unknown:
         listed = ", ".join(peer.name for peer in PEERS)
-        raise CuflashError(f"bench: unknown peer {', '.join(unknown)}; known: {listed}.")
+        said = [f"{name} (a suite: it comes before --peers)" if name in SUITES else name for name in unknown]
+        raise CuflashError(f"bench: unknown peer {', '.join(said)}; known: {listed}.")
     return [peer for name, peer in known.items() if names is None or name in names]

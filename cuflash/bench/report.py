@@ -172,7 +172,7 @@ def long_form(result: dict[str, Any], metric: str) -> Table:
         seconds, ratio = line.get("seconds"), line.get("error_over_limit")
         if has_ms:
             row.append("" if seconds is None else digits(1e3 * seconds))
-        row.append("" if seconds is None else f"{100 * line['spread']:.1f} %")
+        row.append("" if seconds is None or line["n"] < 2 else f"{100 * line['spread']:.1f} %")
         row.append("" if ratio is None else f"{ratio:.2f}")
         made.add_row(*row, _remark(line))
     return made
