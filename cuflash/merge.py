@@ -42,7 +42,8 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bshd") -> 
         >>> merge([out, out_of_sink_part], [lse, lse_of_sink_part])       # merged again
 
     A row that is empty in one part (lse -inf) takes nothing from it; empty in all, it is out 0, lse -inf.
-    NaN and +inf of a lse propagate as NaN.
+    NaN and +inf of a lse propagate as NaN, but for a row that saw nothing but a sink of NaN or +inf: its part
+    is 0, all others are empty, and so out is 0 and lse NaN.
 
     Raises CuflashError when parts are missing or differ in shape or device.
     """
@@ -50,10 +51,13 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bshd") -> 
     dtype = _accumulator(lses)
     if xp is not np:
         return _by_kernel(xp, outs, lses, layout, dtype)
-    weights, lse = _weights(xp, [part.astype(dtype) for part in lses])
+    lses = [part.astype(dtype) for part in lses]
+    weights, lse = _weights(xp, lses)
     out = None
-    for part, w in zip(outs, weights, strict=True):
-        weighted = _times(xp, _on_axes_of_out(w, layout), part.astype(dtype))
+    for part, part_lse, w in zip(outs, lses, weights, strict=True):
+        saw_a_key = _on_axes_of_out(xp.isfinite(part_lse), layout) | (part != 0)
+        w = xp.where(saw_a_key, _on_axes_of_out(w, layout), 0)
+        weighted = _times(xp, w, part.astype(dtype))
         out = weighted if out is None else out + weighted
     return out, lse
 
@@ -122,7 +126,7 @@ def merge_backward(
 def _weights(xp: Any, lses: list[Any]) -> tuple[list[Any], Any]:
     """(weights of the parts, lse of the whole), each with the axes of a lse.
 
-    The weights sum to 1, to 0 where all parts are empty.  They are not taken from exp(lse_part - lse): a
+    The weights sum to 1, to 0 where all parts are empty; an empty part has 0 beside any other.  They are not taken from exp(lse_part - lse): a
     large lse has no digits left for the log of a sum of few terms.
     """
     with np.errstate(all="ignore"):
@@ -130,11 +134,13 @@ def _weights(xp: Any, lses: list[Any]) -> tuple[list[Any], Any]:
         for part in lses[1:]:
             m = xp.maximum(m, part)
         m = xp.where(xp.isneginf(m), 0, m)
-        terms = [xp.exp(part - m) for part in lses]
+        terms = [xp.where(xp.isneginf(part), 0, xp.exp(part - m)) for part in lses]  # m may be NaN
         total = terms[0]
         for term in terms[1:]:
             total = total + term
-        return [term / xp.where(total == 0, 1, total) for term in terms], m + xp.log(total)
+        total_or_1 = xp.where(total == 0, 1, total)
+        weights = [xp.where(term == 0, 0, term / total_or_1) for term in terms]  # total may be NaN
+        return weights, m + xp.log(total)
 
 
 def _on_axes_of_out(w: Any, layout: str) -> Any:

@@ -14,7 +14,8 @@ Read reference_scores.py first: it says what a score is.  Here, for one (sequenc
                                                       dQ = scale * (dS dcap) K,   dK = scale * (dS dcap)^T Q
 
 A row that sees nothing gives O = 0, lse = -inf (or its sink) and no gradient, except to its sink.  Sums
-run over visible pairs only, so what stands in a hidden row is never read, NaN included.
+run over visible pairs only, so what stands in a hidden row is never read, NaN included.  A row that sees
+something and whose l is not finite is NaN, whichever of its weights are dropped.
 
 The public functions have the signatures of cuflash.attention, attention_backward and attention_vjp.  They
 take NumPy or CuPy arrays, work in float64 in blocks of query rows, and give float64.  `unfused(dtype)` is
@@ -164,7 +165,7 @@ def forward(
             P, lse[b, h, place] = softmax(S, sink_of(operands, h, arithmetic))
             P = arithmetic.round(xp.where(visible, P, 0))
             Z = dropout_factor(problem, operands, sequence, h, i, j, arithmetic)
-            O_rows = sum_over_visible(xp.where(Z == 0, 0, Z * P), V, visible, arithmetic)
+            O_rows = sum_over_visible(Z * P, V, visible, arithmetic)  # NaN weights stay so where dropped
             O[b, place, h] = arithmetic.round_result(O_rows, result_dtype(problem, arithmetic))
     return O, lse
 

@@ -143,8 +143,7 @@ def attend(head: Head, i0: int, i1: int, out: np.ndarray, lse: np.ndarray, buffe
     if head.dropout is not None:
         l *= 1 - head.dropout
     l[l == 0] = 1  # a row that saw nothing: O is 0
-    # dropout may take all weights of a row that is NaN: O is 0, and l is NaN
-    np.divide(O, l[:, None], out=O, where=True if head.dropout is None else O != 0)
+    np.divide(O, l[:, None], out=O)
     np.copyto(out, O, casting="unsafe")
 
 
@@ -208,11 +207,10 @@ def forget(S: np.ndarray, m: np.ndarray, l: np.ndarray, O: np.ndarray) -> bool:
     """Start rows anew, in place, whose scores S are so far above m that all before weighs 0.  Were there any?
 
     A bias of -1e9 that hides the first keys, or a sink of -1e30, leaves such an m.  Scores above it have lost
-    the digits that matter: S is to be made again.  O keeps what is NaN, and all of it below a score of +inf,
-    whose row is NaN: where dropout took that score, what O has of others says so.
+    the digits that matter: S is to be made again.  O keeps what is NaN.
     """
     top = S.max(axis=1)
-    far = (top > FAR[S.dtype.name]) & (top < np.inf) & (l > 0)
+    far = (top > FAR[S.dtype.name]) & (l > 0)
     m[far] = l[far] = 0
     O[far] *= 0
     return bool(far.any())

@@ -229,10 +229,9 @@ KERNEL(n_threads, 1) fwd_02_tiled(const __grid_constant__ Args args) {
   for (int r = 0; r < OutPart::rows; ++r) {
     const i32 i = i0 + out_part.row(r);
     RowEnd end = finish_row(m[r], sum_over_lanes<lane_bits>(l[r]), sink_log2, dropout_scale);
-    if (i >= seq.len_q) end = {0, NEG_INF};   // a row beyond its length does not exist: no sink either
+    if (i >= seq.len_q) end = {0, NEG_INF, false};   // a row beyond its length does not exist: no sink either
 #pragma unroll
-    for (int c = 0; c < OutPart::cols; ++c)
-      O[r][c] = end.factor == 0 ? acc(0) : O[r][c] * end.factor;   // an empty row is 0 even where V is NaN
+    for (int c = 0; c < OutPart::cols; ++c) O[r][c] = end.of(O[r][c]);
     if (i < seq.rows_q && v0 == 0 && out_part.first_chunk == 0)
       Global<acc>(args.lse.data).store(index_of(args.lse, seq.array_b, own.h, seq.q_row0 + i), end.lse);
   }

@@ -2,6 +2,7 @@
 //
 // Algorithm    = merge.merge.   lse = log sum_s e^(lse_s),   O = sum_s e^(lse_s - lse) O_s
 //              nothing in any part: O 0, lse -inf
+//              A part of O 0 and lse NaN saw nothing but a sink of +inf or NaN: the others say whether O is 0
 // Parts        workspace[0]: acc [n_parts, batch, len_q, heads, head_dim_v]
 //              workspace[1]: acc [n_parts, batch, heads, len_q]          (packed: batch 1)
 //              n_parts: n_splits of the build, or args.n_splits where it is not split
@@ -39,6 +40,7 @@ KERNEL(n_threads, 1) pass_merge(const __grid_constant__ Args args) {
   constexpr int n = 4;   // columns of a lane at a time
   for (i64 d0 = lane; d0 - lane < dim; d0 += 32 * n) {
     acc O[n] = {};
+    bool sees[n] = {};
     for (i64 s0 = 0; s0 < n_parts; s0 += 32) {
       const acc weight = weight_of(s0 + lane);   // a lane has one part's
       const int here = static_cast<int>(smallest<i64>(n_parts - s0, 32));
@@ -47,15 +49,18 @@ KERNEL(n_threads, 1) pass_merge(const __grid_constant__ Args args) {
         const acc of_part = shfl(weight, s);
 #pragma unroll
         for (int e = 0; e < n; e++)
-          if (of_part != 0 && d0 + 32 * e < dim)   // a part that saw nothing is not read
-            O[e] += of_part * O_parts.load(at * dim + d0 + 32 * e + (s0 + s) * O_step);
+          if (of_part != 0 && d0 + 32 * e < dim) {   // a part that saw nothing is not read
+            const acc part = O_parts.load(at * dim + d0 + 32 * e + (s0 + s) * O_step);
+            sees[e] = sees[e] || of_part == of_part || part != 0;
+            O[e] += of_part * part;
+          }
       }
     }
 #pragma unroll
     for (int e = 0; e < n; e++)
       if (d0 + 32 * e < dim)
         Global<out_elem>(args.O.data)
-            .store(to + d0 + 32 * e, convert<out_elem>(sum == 0 ? acc(0) : O[e] / sum));
+            .store(to + d0 + 32 * e, convert<out_elem>(sees[e] ? O[e] / sum : acc(0)));
   }
   const acc lse = sum == 0 ? NEG_INF : reference + log2_approx(sum) * LN2;
   if (lane == 0) Global<acc>(args.lse.data).store(index_of(args.lse, b, h, row), lse);

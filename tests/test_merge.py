@@ -1,6 +1,7 @@
 """merge and merge_backward: any split of the keys, merged, equals the whole, gradients too."""
 
 import itertools
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import reference
+from cuflash.devices import EMULATED
+
+merging = sys.modules["cuflash.merge"]  # the module: cuflash.merge is the function
 
 
 def normal(*shape, seed=0):
@@ -127,6 +131,36 @@ def test_lses_that_are_not_finite_propagate():
         out, lse = cuflash.merge(outs, lses)
         assert np.isnan(out[0, 0]).all() and np.isnan(lse[0, 0, 0])
         assert np.isfinite(out[0, 1]).all() and np.isfinite(lse[0, 0, 1])
+
+
+@pytest.mark.parametrize("kernel", [None, "fwd_02_tiled", "fwd_05_pipeline"])
+@pytest.mark.parametrize("sink", [np.inf, np.nan])
+def test_what_sees_nothing_but_a_sink_that_is_not_finite_is_0_as_in_the_whole(sink, kernel):
+    """Row 0 sees nothing, row 1 a key of the part without the sink, row 2 one of each; V has a column of 0."""
+    q, k, v = (normal(1, n, 2, 8, seed=n).astype(np.float16) for n in (3, 20, 20))
+    v[..., 0] = 0
+    mask = np.zeros((3, 20), bool)
+    mask[1, 15] = mask[2, 2] = mask[2, 12] = True
+    sinks = np.array([sink, 0.5], np.float32)
+    whole = cuflash.attention(q, k, v, mask=mask, sink=sinks, return_lse=True)
+    parts = [
+        cuflash.attention(
+            q, k[:, keys], v[:, keys], mask=mask[:, keys], sink=own, kernel=kernel, return_lse=True
+        )
+        for keys, own in ((slice(10), sinks), (slice(10, None), None))
+    ]
+    for order in (parts, parts[::-1]):
+        outs, lses = zip(*order, strict=True)
+        out, lse = cuflash.merge(outs, lses)
+        np.testing.assert_allclose(out, whole[0], atol=2e-3)
+        np.testing.assert_allclose(lse, whole[1], rtol=1e-3)
+        by_kernel = merging._by_kernel(np, [*outs], [*lses], "bshd", "float32", EMULATED)
+        assert not out[0, 0].any() and np.isnan(out[0, 1:, 0]).all() and np.isfinite(out[0, :, 1]).all()
+        np.testing.assert_allclose(by_kernel[0], out, atol=1e-6)
+        np.testing.assert_allclose(by_kernel[1], lse, rtol=1e-6)
+        douts, dlses = cuflash.merge_backward(np.ones_like(out), np.ones_like(lse), outs, lses, out, lse)
+        without = 1 if order is parts else 0
+        assert not douts[without][0, 0].any() and not dlses[without][0, :, 0].any()
 
 
 def test_large_scores_do_not_overflow():

@@ -203,12 +203,11 @@ DEVICE void finish(const Args& args, const QueryTile& own, const Results& result
   for (int r = 0; r < n_rows; ++r) {
     const i32 i = i0 + fragment_row(0, lane, r);
     RowEnd end = finish_row(state.m[r], sum_over_lanes<3>(state.l[r]), sink_log2, dropout_scale);
-    if (i >= seq.len_q) end = {0, NEG_INF};   // a row beyond its length does not exist: no sink either
+    if (i >= seq.len_q) end = {0, NEG_INF, false};   // a row beyond its length does not exist: no sink either
 #pragma unroll
     for (int c = 0; c < O.n; ++c)
 #pragma unroll
-      for (int e = 0; e < 2; ++e)   // an empty row is 0 even where V is NaN
-        O.of_row(r, c, e) = end.factor == 0 ? 0.f : O.of_row(r, c, e) * end.factor;
+      for (int e = 0; e < 2; ++e) O.of_row(r, c, e) = end.of(O.of_row(r, c, e));
     if (i < seq.rows_q && lane % 4 == 0)
       Global<acc>(results.lse.data)
           .store(index_of(results.lse, seq.array_b, own.h, seq.q_row0 + i) + results.lse0, end.lse);

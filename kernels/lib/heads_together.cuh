@@ -70,7 +70,7 @@ DEVICE void finish_heads(const Args& args, const QueryTile& own, i64 split, Frag
   for (int r = 0; r < n_rows; ++r) {
     const i32 row = own.i0 + row0 + fragment_row(0, lane, r), i = query_of(row);
     const i64 h = own.h + row % heads_together;
-    RowEnd end = {0, NEG_INF};
+    RowEnd end = {0, NEG_INF, false};
     const float l = sum_over_lanes<3>(state.l[r]);
     if (i >= seq.rows_q) continue;
     if (i < seq.len_q) end = finish_row(state.m[r], l, split == 0 ? sink_of(args, h) : NEG_INF, 1);
@@ -81,8 +81,7 @@ DEVICE void finish_heads(const Args& args, const QueryTile& own, i64 split, Frag
       const int d = fragment_col(lane, c);
       To pair[2];
 #pragma unroll
-      for (int e = 0; e < 2; ++e)   // an empty row is 0 even where V is NaN
-        pair[e] = convert<To>(end.factor == 0 ? 0.f : O.of_row(r, c, e) * end.factor);
+      for (int e = 0; e < 2; ++e) pair[e] = convert<To>(end.of(O.of_row(r, c, e)));
       if (target.vector_bytes == 16 && d < args.head_dim_v) {
         to.store_as(index + d, Pack<To, 2>{{pair[0], pair[1]}});
       } else {

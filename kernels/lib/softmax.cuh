@@ -28,15 +28,21 @@ template <int lane_bits> DEVICE acc sum_over_lanes(acc x) {
   return x;
 }
 
-// The end of a row.  factor: what O is multiplied by; lse: natural logarithm, of the sink too.
+// The end of a row.  factor: what O is multiplied by; lse: natural logarithm, of the sink too; sees: whether
+// anything was visible.  O of a row that sees nothing is 0, whatever its sink, and where V is NaN; a factor
+// may also be 0 below a large sink, and O that is not finite stays so.
 struct RowEnd {
   acc factor;
   acc lse;
+  bool sees;
+
+  DEVICE acc of(acc O) const { return sees ? O * factor : acc(0); }
 };
 
 // sink_log2: the head's sink in the unit of scores, ignored without one.  A row that exists but saw nothing
-// gets factor 0, and lse -inf or the sink.
+// gets lse -inf or the sink; NaN where the sink is NaN or +inf, as every row has then.
 DEVICE RowEnd finish_row(acc m, acc l, acc sink_log2, acc dropout_scale) {
+  const bool sees = l != 0;   // the largest score has a weight of 1, or more; NaN, too, was seen
   acc shrink = 1;
   if constexpr (has_sink) {
     const acc m_all = largest(m, sink_log2), reference = finite_max(m_all);
@@ -44,7 +50,7 @@ DEVICE RowEnd finish_row(acc m, acc l, acc sink_log2, acc dropout_scale) {
     l = l * shrink + exp_score(sink_log2 - reference);
     m = m_all;
   }
-  RowEnd row = {0, NEG_INF};
+  RowEnd row = {0, NEG_INF, sees};
   if (l == 0) return row;
   row.factor = shrink / l;
   if constexpr (has_dropout) row.factor *= dropout_scale;
