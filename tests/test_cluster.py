@@ -7,8 +7,9 @@ from problems import Build, covering_builds, list_of_calls
 from test_backward_kernels import draw, run, same_bits
 
 import cuflash
-from cuflash import CuflashError, build, checks, emulator
+from cuflash import CuflashError, build, checks, copies, devices, emulator, plan
 from cuflash.cases import cases
+from cuflash.check import check
 
 ROW = "bwd_07_cluster"
 QUICK = {case.name: case for case in cases(quick=True)}
@@ -117,11 +118,37 @@ def test_it_runs_on_hopper_alone():
         cuflash.explain(q, q, q, backward=True, device="sm_100", kernel=ROW)
 
 
+MANY = (2, 300, 700, 4, 2, 256, 256)  # of ten thousand launches
+
+
+def calls_on_a_gpu():
+    for number, one in enumerate(COVERED):
+        yield from list_of_calls(2, seed=number, build=one, max_length=400, max_scores=2**16)
+
+
+@pytest.fixture(scope="module")
+def compiled_side_by_side():
+    """Every kernel of the tests below, by as many compilers as there are cores: one by one takes minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "COPY_SHARE", 1e9)
+        plans = [plan_on_a_gpu(*draw(MANY, "float16", {}), options={"causal": True})]
+        for call in calls_on_a_gpu():
+            options = dict(call.options, dlse=call.dlse, deterministic=call.deterministic)
+            plans.append(plan_on_a_gpu(call.dout, call.q, call.k, call.v, *Judge(call).saved(), options))
+        cuflash.warmup(plans)
+
+
+def plan_on_a_gpu(dout, q, k, v, out, lse, options):
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": options.pop("dlse", None)}
+    problem, _ = check("backward", arrays, dict(options, kernel=ROW))
+    return plan.make(problem, devices.find(None), ROW)
+
+
 @pytest.mark.gpu
-def test_ten_thousand_launches_give_the_same_bits():
+def test_ten_thousand_launches_give_the_same_bits(compiled_side_by_side):
     import cupy
 
-    dout, q, k, v, out, lse = (cupy.asarray(x) for x in draw((2, 300, 700, 4, 2, 256, 256), "float16", {}))
+    dout, q, k, v, out, lse = (cupy.asarray(x) for x in draw(MANY, "float16", {}))
     first = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True, kernel=ROW)
     again = cuflash.Gradients(*(None if x is None else cupy.empty_like(x) for x in first))
     for _ in range(10_000):
@@ -130,15 +157,14 @@ def test_ten_thousand_launches_give_the_same_bits():
 
 
 @pytest.mark.gpu
-def test_the_contract_on_a_gpu(copies_however_dear):
+def test_the_contract_on_a_gpu(compiled_side_by_side, copies_however_dear):
     import cupy
 
-    for number, one in enumerate(COVERED):
-        for call in list_of_calls(3, seed=number, build=one, max_length=400, max_scores=2**16):
-            judge, there = Judge(call), call.on_device()
-            saved = judge.saved()
-            gradients = cuflash.attention_backward(
-                there.dout, there.q, there.k, there.v, *(cupy.asarray(x) for x in saved),
-                dlse=there.dlse, deterministic=there.deterministic, kernel=ROW, **there.options,
-            )  # fmt: skip
-            judge.backward(gradients, *saved)
+    for call in calls_on_a_gpu():
+        judge, there = Judge(call), call.on_device()
+        saved = judge.saved()
+        gradients = cuflash.attention_backward(
+            there.dout, there.q, there.k, there.v, *(cupy.asarray(x) for x in saved),
+            dlse=there.dlse, deterministic=there.deterministic, kernel=ROW, **there.options,
+        )  # fmt: skip
+        judge.backward(gradients, *saved)
