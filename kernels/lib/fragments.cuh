@@ -186,9 +186,10 @@ DEVICE Results part_of(const Args& args, const QueryTile& own, i64 split) {
 
 // Keys of the split-th of n_splits blocks that share them, in steps of `step`: what they walk in.
 DEVICE Range share_of(Range keys, i64 split, i32 step = tile_kv) {
+  constexpr i64 n = n_splits > 0 ? n_splits : 1;  // 0: a row that never splits
   const i64 first = keys.begin / step, n_steps = ceil_div(keys.end, step) - first;
-  const i64 begin = (first + n_steps * split / n_splits) * step;
-  const i64 end = (first + n_steps * (split + 1) / n_splits) * step;
+  const i64 begin = (first + n_steps * split / n) * step;
+  const i64 end = (first + n_steps * (split + 1) / n) * step;
   return {static_cast<i32>(largest<i64>(keys.begin, begin)), static_cast<i32>(smallest<i64>(keys.end, end))};
 }
 
