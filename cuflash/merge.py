@@ -126,8 +126,8 @@ def merge_backward(
 def _weights(xp: Any, lses: list[Any]) -> tuple[list[Any], Any]:
     """(weights of the parts, lse of the whole), each with the axes of a lse.
 
-    The weights sum to 1, to 0 where all parts are empty; an empty part has 0 beside any other.  They are not taken from exp(lse_part - lse): a
-    large lse has no digits left for the log of a sum of few terms.
+    The weights sum to 1, to 0 where all parts are empty; an empty part has 0 beside any other.  They are not
+    taken from exp(lse_part - lse): a large lse has no digits left for the log of a sum of few terms.
     """
     with np.errstate(all="ignore"):
         m = lses[0]

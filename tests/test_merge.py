@@ -136,7 +136,7 @@ def test_lses_that_are_not_finite_propagate():
 @pytest.mark.parametrize("kernel", [None, "fwd_02_tiled", "fwd_05_pipeline"])
 @pytest.mark.parametrize("sink", [np.inf, np.nan])
 def test_what_sees_nothing_but_a_sink_that_is_not_finite_is_0_as_in_the_whole(sink, kernel):
-    """Row 0 sees nothing, row 1 a key of the part without the sink, row 2 one of each.  A column of V is 0."""
+    """Row 0 sees nothing, row 1 a key of the part without the sink, row 2 one of each. A column of V is 0."""
     q, k, v = (normal(1, n, 2, 8, seed=n).astype(np.float16) for n in (3, 20, 20))
     v[..., 0] = 0
     mask = np.zeros((3, 20), bool)

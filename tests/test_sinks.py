@@ -1,4 +1,4 @@
-"""Sinks that are not finite, and rows that see nothing: the NumPy path and starred kernels in the emulator."""
+"""Sinks that are not finite, and rows that see nothing: the NumPy path, starred kernels in the emulator."""
 
 import numpy as np
 import pytest
