@@ -24,6 +24,7 @@ struct alignas(16) KeyTiles {
   i32 unused[2];
 };
 
+constexpr int n_announcers = plans ? n_groups : 1;   // lanes: each writes for a consumer
 constexpr int MAY_PLAN = 1 + n_groups;   // a barrier's number: the planner may take the next query tile
 
 using OTile = PanelTile<tile_q, head_dim_v_tile>;
@@ -68,14 +69,14 @@ template <class Kept> DEVICE bool keeps(Kept& smem, int stage, int own, int walk
 DEVICE void init_barriers(Smem& smem) {
 #pragma unroll
   for (int s = 0; s < n_stages; ++s) {
-    mbarrier_init(smem.K_full.address(0, s), 1);
+    mbarrier_init(smem.K_full.address(0, s), asks_blocks ? 32 : 1);   // lanes that write kept blocks
     mbarrier_init(smem.V_full.address(0, s), 1);
     mbarrier_init(smem.K_empty.address(0, s), n_groups);
     mbarrier_init(smem.V_empty.address(0, s), n_groups);
   }
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
-    mbarrier_init(smem.work_full.address(0, s), 1);
+    mbarrier_init(smem.work_full.address(0, s), n_announcers);
     mbarrier_init(smem.work_empty.address(0, s), n_groups);
   }
 #pragma unroll

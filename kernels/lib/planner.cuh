@@ -61,14 +61,16 @@ struct Planner {
     return shfl(asked, 0) + gridDim.x;
   }
 
+  // Lanes that write wait and arrive themselves: one for another would be right too, but no tool could tell.
   DEVICE void announce(const Work& work) {
-    if (lane == 0) work_at.wait_empty(smem.work_empty);   // consumers are done with the tile before the last
-    warp_sync();   // its record may be overwritten
-    if (lane == 0) smem.work(0, work_at.stage) = work;
-    if (plans && lane < n_groups && work.i0 != NO_WORK)
-      find_key_tiles(args, query_tile_of(args, work), lane, smem.keys(lane, work_at.stage));
-    warp_sync();   // the record is complete: lane 0 may announce it
-    if (lane == 0) mbarrier_arrive(smem.work_full.address(0, work_at.stage));
+    if (lane < n_announcers) {
+      work_at.wait_empty(smem.work_empty);   // consumers are done with the tile before the last
+      if (lane == 0) smem.work(0, work_at.stage) = work;
+      if (plans && work.i0 != NO_WORK)
+        find_key_tiles(args, query_tile_of(args, work), lane, smem.keys(lane, work_at.stage));
+      mbarrier_arrive(smem.work_full.address(0, work_at.stage));
+    }
+    warp_sync();   // none of them may miss two phases
     work_at.next();
   }
 };

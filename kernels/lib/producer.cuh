@@ -3,7 +3,8 @@
 // For every query tile that the planner announces it copies Q, and K and V of every key tile that some row
 // may see, K one tile ahead of V: the order in which they are used.  It runs ahead of the consumers, into the
 // next query tile too, as far as stages are empty: where Q has one place, the first K comes before it.
-// All 32 lanes walk, lane 0 waits and acts: one that waited for itself could miss two phases of a barrier.
+// All 32 lanes walk, lane 0 copies.  A lane that waits for itself may not run ahead of the others: it could miss
+// two phases of a barrier.
 #pragma once
 #include "planner.cuh"
 
@@ -32,8 +33,8 @@ struct Producer {
       }
     }
     while (true) {
-      if (lane == 0) work_at.wait_full(smem.work_full);
-      warp_sync();   // the next query tile is known
+      work_at.wait_full(smem.work_full);   // the next query tile is known
+      warp_sync();                         // none may miss two phases
       const Work work = smem.work(0, work_at.stage);
       if (work.i0 == NO_WORK) break;
       load(query_tile_of(args, work), smem.keys(0, work_at.stage).all);
@@ -109,11 +110,12 @@ struct Producer {
 
   DEVICE void load_K(const Keys& keys, const Walk& walk, i32 j0) {
     const u32 full = smem.K_full.address(0, K_at.stage);
-    if (lane == 0) K_at.wait_empty(smem.K_empty);   // every consumer has multiplied by the tile that was here
-    if (asks_blocks && j0 != NO_TILE) {
-      warp_sync();   // the stage is empty: its kept blocks may be written
-      smem.fill_blocks(walk, j0, lane, K_at.stage);
-      warp_sync();   // they are: lane 0 may announce them
+    const bool writes = asks_blocks || lane == 0;
+    if (writes) K_at.wait_empty(smem.K_empty);   // every consumer has multiplied by the tile that was here
+    if (asks_blocks) {
+      warp_sync();   // none may miss two phases
+      if (j0 != NO_TILE) smem.fill_blocks(walk, j0, lane, K_at.stage);
+      if (lane > 0) mbarrier_arrive(full);
     }
     if (lane == 0) {
       if (has_block_mask) smem.j0(0, K_at.stage) = j0;

@@ -1,12 +1,16 @@
 // work.cuh - what a block of a persistent grid does next, as a record small enough to pass around.   sm_90
 //
 // Heads come in sections whose K and V fit the L2 cache together; a section is finished before the next
-// begins.  Inside it tiles come last first, heads alternating: with causal the longest lead, and the short
-// ones fill the end.
+// begins.  Inside it tiles come last first, heads alternating: with causal the longest lead.  The last section
+// has too few short tiles to fill the end of the grid, so the shortest ones of all heads are kept for it.
 #pragma once
 #include "positions.cuh"
 
-constexpr i64 SECTION_BYTES = 8 << 20;   // of K and V: what a wave of blocks reads of heads of 512 keys
+constexpr bool tiles_shrink = causal && !has_window;   // towards a head's first row
+// Of K and V: what a wave of blocks reads of heads of 512 keys; where tiles shrink, two heads of 8,192.
+constexpr u32 SECTION_BYTES = (tiles_shrink ? 16 : 8) << 20;
+constexpr u32 HELD = 4;                  // where tiles shrink, the first 1 / HELD of a head's come last,
+constexpr u32 HELD_BYTES = 128u << 20;   // in sections of their own: they read a part of K and V alone
 
 struct alignas(16) Work {
   i32 b;     // sequence; packed: args.batch is the tail
@@ -33,15 +37,23 @@ template <class T> DEVICE Work work_of(const Args& args, u32 x, i32 tile_rows) {
     return {static_cast<i32>(t.seq.b), static_cast<i32>(t.h), static_cast<i32>(t.h_k),
             t.exists ? t.i0 : NO_WORK};
   }
-  const u32 heads = static_cast<u32>(args.heads), group = heads / static_cast<u32>(args.heads_k);
+  const u32 heads = static_cast<u32>(args.heads), all = heads * static_cast<u32>(args.batch);
   const u32 n_tiles = static_cast<u32>(ceil_div(args.len_q, tile_rows));
-  const i64 bytes = largest<i64>(args.len_k * (args.head_dim + args.head_dim_v) * sizeof(T), 1);
-  const u32 fit = bytes > SECTION_BYTES ? 1 : static_cast<u32>(SECTION_BYTES) / static_cast<u32>(bytes);
-  const u32 all = heads * static_cast<u32>(args.batch), wide = smallest(fit * group, all);
-  const u32 section = x / (wide * n_tiles), place = x - section * wide * n_tiles;
+  u32 rows = n_tiles, end = n_tiles;   // of a head, the last `rows` tiles before `end` are dealt out here
+  u32 section_bytes = SECTION_BYTES;
+  if (tiles_shrink && args.len_k <= args.len_q) {
+    const u32 held = n_tiles / HELD, others = all * (n_tiles - held);
+    rows -= held;
+    if (x >= others) x -= others, rows = end = held, section_bytes = HELD_BYTES;
+  }
+  const u32 group = heads / static_cast<u32>(args.heads_k);
+  const i64 bytes = largest<i64>(args.len_k * (args.head_dim + args.head_dim_v) * sizeof(T), 4096);
+  const u32 fit = bytes > section_bytes ? 1 : section_bytes / static_cast<u32>(bytes);
+  const u32 wide = smallest(fit * group, all);   // query heads of a section
+  const u32 section = x / (wide * rows), place = x - section * wide * rows;
   const u32 here = smallest(wide, all - section * wide);   // the last one may be smaller
   const u32 row = place / here, head = section * wide + place - row * here, b = head / heads;
   const u32 h = head - b * heads;
   return {static_cast<i32>(b), static_cast<i32>(h), static_cast<i32>(h / group),
-          static_cast<i32>(n_tiles - 1 - row) * tile_rows};
+          static_cast<i32>(end - 1 - row) * tile_rows};
 }
