@@ -97,7 +97,10 @@ class BlockMask:
 
     @classmethod
     def from_dense(cls, dense: Any, block_q: int, block_k: int) -> BlockMask:
-        """The mask of a block matrix ([batch or 1,] [heads or 1,] n_rows, n_columns); True is kept."""
+        """The mask of a block matrix ([batch or 1,] [heads or 1,] n_rows, n_columns) of booleans, or 0 and 1.
+
+        True is kept.
+        """
         dense = booleans("the block matrix", dense)
         if not 2 <= dense.ndim <= 4:
             fail(

@@ -66,13 +66,27 @@ def whole_numbers(name: str, value: Any) -> np.ndarray:
 
 
 def booleans(what: str, value: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """value as booleans, broadcast to shape where one is given."""
+    """value as booleans, broadcast to shape where one is given; without, 0 and 1 will also do.
+
+    Other numbers are refused: scores, weights or indices in the place of a mask would keep nearly all.
+    """
+    axes = "" if shape is None else f" that broadcast to {shape}"
+    do = f"It is booleans{axes}: True is kept."
     try:
-        array = np.asarray(value).astype(bool)
+        array = np.asarray(value)
+        is_boolean = array.dtype == bool or array.size == 0
+        if not is_boolean and shape is None and array.dtype.kind in "iuf":
+            is_boolean = bool(((array == 0) | (array == 1)).all())
+            if not is_boolean:
+                fail(f"{what} is {array.dtype.name} and has other numbers than 0 and 1", do)
+        if not is_boolean:
+            fail(f"{what} is {array.dtype.name}", do)
+        array = array.astype(bool)
         return array if shape is None else np.broadcast_to(array, shape)
     except (ValueError, TypeError, AttributeError) as error:
-        axes = "" if shape is None else f" that broadcast to {shape}"
-        fail(f"{what} is no mask: {error}", f"It is booleans{axes}: True is kept.")
+        if isinstance(error, CuflashError):
+            raise
+        fail(f"{what} is no mask: {error}", do)
 
 
 def canonical(indptr: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

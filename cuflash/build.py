@@ -38,6 +38,7 @@ _locks: dict[str, threading.Lock] = {}
 _locks_guard = threading.Lock()
 _compilers: set[tuple[int, int]] = set()
 _elsewhere: Path | None = None  # the folder of sources_from
+_names: dict[str, str] = {}  # what compilers are to call a file of it
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,19 @@ def kernels_directory() -> Path:
 
 
 @contextmanager
-def sources_from(directory: Path) -> Iterator[None]:
+def sources_from(directory: Path, names: dict[str, str] | None = None) -> Iterator[None]:
     """Inside it, kernels are read from another folder, such as a copy with one file changed (lab.py).
 
-    For the whole process.  What is loaded already stays loaded: see launch.forget.
+    names: kernels/<file>.cu -> what compilers call it in their messages.  For the whole process.  What is
+    loaded already stays loaded: see launch.forget.
     """
-    global _elsewhere
-    before, _elsewhere = _elsewhere, Path(directory)
+    global _elsewhere, _names
+    before = _elsewhere, _names
+    _elsewhere, _names = Path(directory), names or {}
     try:
         yield
     finally:
-        _elsewhere = before
+        _elsewhere, _names = before
 
 
 @functools.cache
@@ -126,9 +129,15 @@ def kernel_files(directory: Path | None = None) -> list[str]:
     return sorted(path.stem for path in (directory or kernels_directory()).glob("*.cu"))
 
 
+def _home(name: str) -> str:
+    """What compilers call a file of kernels/."""
+    home = f"kernels/{name}"
+    return _names.get(home, home)
+
+
 def _paste(path: Path, directory: Path, emulated: bool, seen: set[Path]) -> list[str]:
     seen.add(path)
-    home = f"kernels/{path.relative_to(directory).as_posix()}"
+    home = _home(path.relative_to(directory).as_posix())
     lines = [f'#line 1 "{home}"']
     branches: list[bool | None] = []  # per open #if: is this branch compiled?  None: not known here
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -337,7 +346,7 @@ def compile_all(
 
 def _run_nvrtc(job: Job, text: str, options: list[str]) -> tuple[bytes, str]:
     compiler = nvrtc()
-    program = compiler.createProgram(text, f"kernels/{job.file}.cu", (), ())
+    program = compiler.createProgram(text, _home(f"{job.file}.cu"), (), ())
     try:
         try:
             compiler.compileProgram(program, options)

@@ -34,7 +34,7 @@ from cuflash.bench.run import Task, run
 from cuflash.bench.shapes import Shape, Sizes, Suite, grid
 from cuflash.check import check
 from cuflash.errors import CuflashError
-from cuflash.lab_source import Source, overlay, parent_of, row_of, stem_of, workshop
+from cuflash.lab_source import Source, names_of, overlay, parent_of, row_of, stem_of, workshop
 from cuflash.lab_text import lines
 
 # The emulator builds each combination with the C++ compiler, seconds each: these need two.
@@ -120,7 +120,7 @@ def lab(
         has_gpu = devices.gpu_count() > 0
         device = devices.find(None) if has_gpu else devices.named(arch)
         launch.forget()  # what an earlier call loaded is another version
-        with build.sources_from(source.folder):
+        with build.sources_from(source.folder, source.names):
             say(f"compiling for {device.label}")
             _compile(found, device)
             say("checking")
@@ -278,6 +278,7 @@ class Version:
     name: str
     row: str
     folder: Path
+    names: dict[str, str] = field(default_factory=dict)
     kind: str = "cuflash"
 
     def prepare(self, inputs: Inputs, fresh: bool) -> Prepared:
@@ -288,7 +289,7 @@ class Version:
             given = {"dout": one["dout"], **given, "out": out, "lse": lse}
         problem, operands = check(direction, given, inputs.options)
         launch.forget()
-        with build.sources_from(self.folder):
+        with build.sources_from(self.folder, self.names):
             made = plan.make(problem, devices.find(None), self.row)
             results = launch.run(made, operands)
             details = {"registers": made.registers, "spills": made.spills}
@@ -308,10 +309,10 @@ def _time(
     source = found.source
     with tempfile.TemporaryDirectory(prefix="cuflash-lab-") as temporary:
         home = build.kernels_directory()
-        versions = [Version(source.path.name, source.row.name, source.folder)]
+        versions = [Version(source.path.name, source.row.name, source.folder, source.names)]
         if against is not None:
             other = overlay(Path(temporary) / "kernels", against)
-            versions.append(Version(f"against {against.name}", source.row.name, other))
+            versions.append(Version(f"against {against.name}", source.row.name, other, names_of(against)))
         elif source.shipped is not None:
             versions.append(Version(f"{source.row.name} as shipped", source.row.name, source.shipped))
         table = rows.FORWARD if source.directions[0] == "forward" else rows.BACKWARD

@@ -20,6 +20,7 @@ class Source:
     """The file under study.  row: the row it is a version of; folder: the kernels/ to compile it from.
 
     shipped: the folder of the kernel as it is in the package, None where the file is that kernel itself.
+    names: the file is called by its path in compilers' messages, as build.sources_from wants it.
     """
 
     path: Path
@@ -31,6 +32,10 @@ class Source:
     @property
     def text(self) -> str:
         return self.path.read_text(encoding="utf-8")
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {} if self.shipped is None else names_of(self.path)
 
 
 @contextmanager
@@ -58,6 +63,11 @@ def overlay(folder: Path, path: Path) -> Path:
     shutil.copytree(build.kernels_directory(), folder, ignore=shutil.ignore_patterns("measured", "*.md"))
     shutil.copy(path, folder / f"{stem_of(path)}.cu")
     return folder
+
+
+def names_of(path: Path) -> dict[str, str]:
+    """What compilers are to call the file that `overlay` puts in place of its row's."""
+    return {f"kernels/{stem_of(path)}.cu": path.as_posix().replace('"', "'")}
 
 
 def entry_of(path: Path) -> str:

@@ -85,6 +85,12 @@ def test_predicate(dense):
     assert mask == BlockMask.from_dense(dense, 3, 2)
 
 
+def test_a_predicate_may_return_one_boolean_for_all():
+    for value in (True, np.True_):
+        assert BlockMask.from_predicate(lambda i, j, value=value: value, 9, 9, 2, 2).n_kept == 25
+    assert BlockMask.from_predicate(lambda i, j: False, 9, 9, 2, 2).n_kept == 0
+
+
 @given(
     st.integers(0, 20),
     st.integers(0, 20),
@@ -264,7 +270,32 @@ ERRORS = [
         "keep is a function of (row, column).",
     ),
     (
-        lambda: BlockMask.from_predicate(lambda i, j: np.zeros(3), 8, 8, 2, 2),
+        lambda: BlockMask.from_predicate(lambda i, j: j - i, 8, 8, 2, 2),
+        "what keep returns is int64",
+        "It is booleans that broadcast to (4, 4): True is kept.",
+    ),
+    (
+        lambda: BlockMask.from_predicate(lambda i, j: None, 8, 8, 2, 2),
+        "what keep returns is object",
+        "It is booleans that broadcast to (4, 4): True is kept.",
+    ),
+    (
+        lambda: BlockMask.from_predicate(lambda i, j: "yes", 8, 8, 2, 2),
+        "what keep returns is str96",
+        "It is booleans that broadcast to (4, 4): True is kept.",
+    ),
+    (
+        lambda: BlockMask.from_dense([[0.5, np.nan]], 2, 2),
+        "the block matrix is float64 and has other numbers than 0 and 1",
+        "It is booleans: True is kept.",
+    ),
+    (
+        lambda: BlockMask.from_dense([[0, 2]], 2, 2),
+        "the block matrix is int64 and has other numbers than 0 and 1",
+        "It is booleans: True is kept.",
+    ),
+    (
+        lambda: BlockMask.from_predicate(lambda i, j: np.zeros(3, bool), 8, 8, 2, 2),
         "what keep returns is no mask: operands could not be broadcast together with remapped shapes "
         "[original->remapped]: (3,)  and requested shape (4,4)",
         "It is booleans that broadcast to (4, 4): True is kept.",
