@@ -220,6 +220,16 @@ def test_another_card_is_refused_before_anything_is_measured(capsys, tmp_path, m
     assert code == 2 and "made on NVIDIA A100" in err
 
 
+def test_a_record_of_other_shapes_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "other.json"
+    record = fake_record(suite="cpu", place="cpu")
+    record["environment"]["cpu"] = records.cpu_name()
+    path.write_text(json.dumps(record))
+    monkeypatch.setattr(command, "run", lambda *_: pytest.fail("measured"))
+    code, _, err = bench(capsys, "cpu", "--tiny", "--no-record", "--against", str(path))
+    assert code == 2 and "no shape in common; the first of the record is d 16, length 40" in err
+
+
 @pytest.mark.parametrize("content", ["", "{", "[1]", "{}", '{"suite": "cpu"}', '{"results": 5}', "\xff"])
 @pytest.mark.parametrize("flag", ["--show", "--against"])
 def test_a_file_that_is_no_record(flag, content, capsys, tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cuflash.bench.report import digits
+from cuflash.bench.shapes import Shape
 from cuflash.errors import CuflashError
 
 LEAST = 0.03  # a change below this is never reported: two runs of one binary differ as much
@@ -57,6 +59,16 @@ def check_card(record: dict[str, Any], earlier: dict[str, Any]) -> None:
         raise CuflashError(
             f"bench --against: the record was made on {card(earlier)}, this is {card(record)}; "
             "times of different cards do not compare."
+        )
+
+
+def check_shapes(shapes: Sequence[Shape], earlier: dict[str, Any]) -> None:
+    """Raises CuflashError when a run of these shapes will find none of them in the record."""
+    there = [Shape.from_json(one["shape"]) for one in earlier["results"]]
+    if not set(shapes) & set(there):
+        has, wants = (one[0].label() if one else "no shape" for one in (there, list(shapes)))
+        raise CuflashError(
+            f"bench --against: no shape in common; the first of the record is {has}, of this run {wants}."
         )
 
 

@@ -231,19 +231,14 @@ def measured(options: argparse.Namespace, place: str, out: Console) -> int:
     made = suites_of(options, place)
     for path in filter(None, (options.record, options.plot)):
         records.check_place(path)
-    if earlier is not None and earlier.get("suite") not in {suite.name for suite in made}:
-        raise CuflashError(
-            f"bench --against: the record is of suite {earlier.get('suite')}, "
-            f"this run of {', '.join(suite.name for suite in made)}."
-        )
+    if earlier is not None:
+        check_comparable(made, place, earlier)
     code = 0
     for suite in made:
         where = "cpu" if suite.name == "cpu" else place
         if where == "cpu" and suite.name != "cpu":
             why = "asked for the CPU" if options.device == "cpu" else "no CUDA GPU here"
             out.print(f"{why}: kernels are not measured, this is the NumPy path")
-        if earlier is not None and suite.name == earlier["suite"]:  # before minutes are spent on it
-            against.check_card({"environment": records.environment(), "place": where}, earlier)
         pause = options.pause if options.pause is not None else 1e3 * (CPU_PAUSE if where == "cpu" else 0.012)
         if options.tiny:
             pause = 0
@@ -269,6 +264,19 @@ def measured(options: argparse.Namespace, place: str, out: Console) -> int:
         if earlier is not None and suite.name == earlier["suite"]:
             code = 1 if print_changes(record, earlier, out) else code
     return code
+
+
+def check_comparable(made: Sequence[Suite], place: str, earlier: dict[str, Any]) -> None:
+    """CuflashError, before minutes are spent, where this run will have nothing to compare with the record."""
+    mine = [suite for suite in made if suite.name == earlier["suite"]]
+    if not mine:
+        raise CuflashError(
+            f"bench --against: the record is of suite {earlier['suite']}, "
+            f"this run of {', '.join(suite.name for suite in made)}."
+        )
+    where = "cpu" if mine[0].name == "cpu" else place
+    against.check_card({"environment": records.environment(), "place": where}, earlier)
+    against.check_shapes(mine[0].shapes, earlier)
 
 
 def _named(path: str | None, suite: Suite, suites: Sequence[Suite]) -> Path | None:
