@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -309,6 +310,23 @@ def fake_ncu(monkeypatch, folder, script):
     fake.write_text(f'#!/bin/sh\necho "$@" > {folder}/asked\nfor last; do :; done\ncsv={csv}\n{script}\n')
     fake.chmod(0o755)
     monkeypatch.setattr(profile, "find_ncu", lambda: str(fake))
+
+
+def test_what_ncu_is_asked_for():
+    """By names that ncu has on sm_90; issue slots are not the throughput of the busiest pipe."""
+    *names, units, stalls = profile.metrics().split(",")
+    assert "gpu__time_duration.sum" in names
+    found = [re.compile(text.removeprefix("regex:")) for text in (units, stalls)]
+    there = ["sm__inst_issued.avg.pct_of_peak_sustained_active",
+             "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed",
+             "sm__pipe_tensor_cycles_active_v2.avg.pct_of_peak_sustained_active",
+             "lts__t_sectors.avg.pct_of_peak_sustained_elapsed"]  # fmt: skip
+    assert all(found[0].search(name) for name in there)
+    assert found[1].search("smsp__average_warps_issue_stalled_wait_per_issue_active.ratio")
+    dear = ["sm__instruction_throughput.avg.pct_of_peak_sustained_elapsed",
+            "lts__t_sectors_op_read.avg.pct_of_peak_sustained_elapsed",
+            "dram__bytes.sum.pct_of_peak_sustained_elapsed"]  # fmt: skip
+    assert not any(pattern.search(name) for pattern in found for name in dear)
 
 
 def test_several_kernels_go_through_one_ncu(monkeypatch, tmp_path):

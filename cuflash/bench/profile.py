@@ -30,22 +30,24 @@ from cuflash.bench.inputs import draw
 from cuflash.bench.shapes import Shape
 from cuflash.errors import CuflashError
 
-SECTIONS = (
-    "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Chart",
-    "SchedulerStats", "WarpStateStats", "Occupancy", "LaunchStats",
+ALWAYS = (
+    "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum", "launch__registers_per_thread",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
 )  # fmt: skip
-METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
-# unit -> names of ncu's metrics, percent of the peak; the largest that a card has is taken
+# unit -> names of ncu's metrics, percent of the peak; the largest that a card has is taken.  No "throughput":
+# ncu makes those of dozens of counters and as many passes, and sm__instruction_throughput, which sounds like
+# issue slots, is as busy as the busiest pipe.
 UTILISATION = {
-    "tensor": (r"sm__pipe_tensor\w*_cycles_active", r"sm__inst_executed_pipe_tensor\w*"),
+    "tensor": (r"sm__pipe_(tensor|tc)\w*_cycles_active(_v2)?", r"sm__inst_executed_pipe_tensor"),
     "MUFU": (r"sm__inst_executed_pipe_xu",),
-    "FMA": (r"sm__pipe_fma\w*_cycles_active", r"sm__inst_executed_pipe_fma\w*"),
-    "issue": (r"sm__inst_issued", r"sm__issue_active", r"smsp__issue_active", r"sm__instruction_throughput"),
-    "shared": (r"l1tex__data_pipe_lsu_wavefronts\w*", r"l1tex__data_bank_(reads|writes)"),
-    "L2": (r"lts__throughput",),
-    "DRAM": (r"dram__throughput", r"gpu__dram_throughput"),
+    "FMA": (r"sm__pipe_fma\w*_cycles_active(_v2)?", r"sm__inst_executed_pipe_fma"),
+    "issue": (r"sm__inst_issued", r"smsp__issue_active"),
+    "shared": (r"l1tex__data_pipe_lsu_wavefronts", r"l1tex__data_bank_(reads|writes)"),
+    "L2": (r"lts__t_sectors", r"lts__lts2xbar_cycles_active", r"lts__xbar2lts_cycles_active"),
+    "DRAM": (r"dram__bytes",),
 }
 PERCENT = r"\.avg\.pct_of_peak_sustained_(active|elapsed)$"
+STALLS = r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio"
 BUSY = 60.0  # percent; below it on every unit, waiting is the limit
 SECONDS = 300
 STOP = "stop"
@@ -125,13 +127,20 @@ def profile(
     return Counted([_labelled(one, shapes) for one in found], stopped)
 
 
+def metrics() -> str:
+    """What ncu is asked for: names, and patterns for what cards name differently."""
+    units = "|".join(pattern for patterns in UTILISATION.values() for pattern in patterns)
+    return ",".join([*ALWAYS, f"regex:^({units}){PERCENT}", f"regex:^{STALLS}$"])
+
+
 def _command(ncu: str, shapes: Mapping[str, Shape]) -> list[str]:
-    """ncu and its child.  No rules: they cost seconds a kernel, and their advice is not read here."""
+    """ncu and its child.  Neither sections nor rules: they make a kernel run twice as often, or nobody reads
+    what they say.
+    """
     return [
         ncu, "--csv", "--page", "raw", "--apply-rules", "no", "--kernel-name", f"regex:^({'|'.join(shapes)})",
         "--target-processes", "all", "--profile-from-start", "off",
-        *[x for section in SECTIONS for x in ("--section", section)],
-        "--metrics", ",".join(METRICS), sys.executable, "-m", "cuflash.bench.profile",
+        "--metrics", metrics(), sys.executable, "-m", "cuflash.bench.profile",
         json.dumps({kernel: shape.as_json() for kernel, shape in shapes.items()}),
     ]  # fmt: skip
 
@@ -231,11 +240,10 @@ def _profiled(row: dict[str, str], units: dict[str, str]) -> Profiled:
 
 def _stalls(row: dict[str, str]) -> dict[str, float]:
     """Why warps waited: the three largest reasons as parts of all waiting (issuing is "selected")."""
-    pattern = r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio"
     cycles = {
         match[1]: number
         for name, text in row.items()
-        if (match := re.fullmatch(pattern, name)) and (number := _number(text)) and match[1] != "selected"
+        if (match := re.fullmatch(STALLS, name)) and (number := _number(text)) and match[1] != "selected"
     }
     whole = sum(cycles.values())
     most = sorted(cycles.items(), key=lambda pair: -pair[1])[:3]
