@@ -272,6 +272,28 @@ def test_plots_of_records(suite, tmp_path):
     assert plots.save(record, tmp_path / "again.svg").read_text() == text  # the same bytes every time
 
 
+def test_a_library_has_one_color_in_all_panels():
+    record = fake_record()
+    (result,) = record["results"]
+    other = {**result, "shape": {**result["shape"], "head_dim": 256}}
+    peer = {**result["lines"][1], "name": "fa3", "asked": "fa3"}
+    result["lines"] = [result["lines"][0], peer, *result["lines"][1:]]  # the other panel lacks it
+    record["results"].append(other)
+    figure = plots._lines(record)
+    colors = [{line.get_label(): line.get_color() for line in axis.lines} for axis in figure.axes]
+    assert len(colors) == 2 and "fa3" in colors[0] and "fa3" not in colors[1]
+    assert colors[0]["sdpa_cudnn"] == colors[1]["sdpa_cudnn"] != colors[0]["fa3"]
+
+
+def test_what_is_compared_is_drawn_as_bars():
+    record = fake_record(suite="options", metric="ms")
+    (axis,) = plots._drawn(record).axes
+    assert [text.get_text() for text in axis.get_yticklabels()] == [
+        f"{record['results'][0]['label']}, bfloat16"
+    ]
+    assert [bar.get_width() for bar in axis.patches] == [1.0]
+
+
 def test_nothing_to_plot(tmp_path):
     with pytest.raises(CuflashError, match="nothing was measured"):
         plots.save(fake_record(results=[]), tmp_path / "x.svg")
