@@ -145,15 +145,13 @@ struct ConsumerParts {
     }
     const i32 row = static_cast<i32>(own.seq.q_row0) + i0, head = own.h, batch = own.seq.array_b;
     const bool is_there = i0 < own.seq.rows_q;
-    barrier_sync(1 + group, 128);   // O of all four warps is in its buffer; everyone has read `own`
-    if (leads()) {
-      if (by_tma && is_there) {
-        if constexpr (borrows_V) smem.V[place.stage].store(args.maps.O, 0, row, head, batch);
-        else smem.buffer().store(args.maps.O, 64 * group, row, head, batch);
-        bulk_commit();
-      }
-      mbarrier_arrive(smem.work_empty.address(0, work_at.stage));
+    barrier_sync(1 + group, 128);   // O of all four warps is in its buffer
+    if (leads() && by_tma && is_there) {
+      if constexpr (borrows_V) smem.V[place.stage].store(args.maps.O, 0, row, head, batch);
+      else smem.buffer().store(args.maps.O, 64 * group, row, head, batch);
+      bulk_commit();
     }
+    mbarrier_arrive(smem.work_empty.address(0, work_at.stage));   // by everyone: `own` has been read
     owes_V = borrows_V;
   }
 };

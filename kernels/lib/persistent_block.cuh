@@ -77,7 +77,7 @@ DEVICE void init_barriers(Smem& smem) {
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
     mbarrier_init(smem.work_full.address(0, s), n_announcers);
-    mbarrier_init(smem.work_empty.address(0, s), n_groups);
+    mbarrier_init(smem.work_empty.address(0, s), n_threads);
   }
 #pragma unroll
   for (int s = 0; s < q_stages; ++s) {

@@ -1,15 +1,16 @@
 // work.cuh - what a block of a persistent grid does next, as a record small enough to pass around.   sm_90
 //
 // Heads come in sections whose K and V fit the L2 cache together; a section is finished before the next
-// begins.  Inside it tiles come last first, heads alternating: with causal the longest lead.  The last section
-// has too few short tiles to fill the end of the grid, so the shortest ones of all heads are kept for it.
+// begins.  Inside it tiles come last first, heads alternating: with causal the longest lead.  Where a section
+// is few heads of many tiles, it has too few short ones to fill the end of the grid: then the shortest ones of
+// all heads are kept for it.
 #pragma once
 #include "positions.cuh"
 
 constexpr bool tiles_shrink = causal && !has_window;   // towards a head's first row
 // Of K and V: what a wave of blocks reads of heads of 512 keys; where tiles shrink, two heads of 8,192.
 constexpr u32 SECTION_BYTES = (tiles_shrink ? 16 : 8) << 20;
-constexpr u32 HELD = 4;                  // where tiles shrink, the first 1 / HELD of a head's come last,
+constexpr u32 HELD = 4, LONG_HEAD = 32;  // of that many tiles or more the first 1 / HELD come last,
 constexpr u32 HELD_BYTES = 128u << 20;   // in sections of their own: they read a part of K and V alone
 
 struct alignas(16) Work {
@@ -41,7 +42,7 @@ template <class T> DEVICE Work work_of(const Args& args, u32 x, i32 tile_rows) {
   const u32 n_tiles = static_cast<u32>(ceil_div(args.len_q, tile_rows));
   u32 rows = n_tiles, end = n_tiles;   // of a head, the last `rows` tiles before `end` are dealt out here
   u32 section_bytes = SECTION_BYTES;
-  if (tiles_shrink && args.len_k <= args.len_q) {
+  if (tiles_shrink && n_tiles >= LONG_HEAD && args.len_k <= args.len_q) {
     const u32 held = n_tiles / HELD, others = all * (n_tiles - held);
     rows -= held;
     if (x >= others) x -= others, rows = end = held, section_bytes = HELD_BYTES;
