@@ -137,7 +137,8 @@ class Keys:
         Q = self.buffers.load("Q", head.q[i0:i1], *minus_m, factor=head.q_factor)
         minus_delta = -delta if head.dropout is None else 0  # else it comes after dropout
         dO = self.buffers.load("dO", self.sums.dout[head.query_rows][i0:i1], minus_delta)
-        is_finite = self.is_finite and not head.needs_care(Q[:, :-2], dO, delta)
+        is_finite = self.is_finite and not head.needs_care(Q[:, :-2], dO)
+        is_finite = is_finite and bool(np.isfinite(delta).all())  # an infinite slope, too, hides pairs
         is_small = head.is_plain and self.longest * largest_norm(Q[:, :-2]) <= SMALL
         return Queries(Q, dO, m, delta, is_small and is_finite and not np.isnan(m).any(), is_finite)
 

@@ -70,3 +70,38 @@ def test_what_is_not_finite_in_v_stays_below_a_large_sink():
     for kernel in (None, "fwd_02_tiled"):
         out = cuflash.attention(q, k, v, causal=True, sink=np.full(1, 1e4, np.float32), kernel=kernel)
         assert np.isnan(out[0, 1:, 0, 2]).all() and not np.delete(out[0, :, 0], 2, axis=1).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kernel", ["bwd_04_pipeline", "bwd_06_specialize", "bwd_07_cluster"])
+def test_a_query_that_is_not_finite_has_no_finite_gradient(kernel, dtype, bad):
+    """inf - inf is a NaN with a sign on most CPUs and without one on a GPU: kernels may look at the sign."""
+    rng = np.random.default_rng(0)
+    dim = 192 if kernel == "bwd_07_cluster" else 16
+    q, k, v, dout = (rng.standard_normal((1, n, 1, dim)).astype(dtype) for n in (17, 30, 30, 17))
+    q[0, 5] = bad
+    options = {"causal": True, "query_offset": 10}
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    arrays = (dout, q, k, v, out.astype(dtype), lse.astype(np.float32))
+    got = cuflash.attention_backward(*arrays, kernel=kernel, **options)
+    expected = reference.attention_backward(*arrays, **options)
+    np.testing.assert_array_equal(np.isnan(got.dq), np.isnan(expected.dq))
+    for name in ("dk", "dv"):  # keys that the query does not see may be NaN, those that it sees must be
+        assert np.isnan(getattr(got, name)[np.isnan(getattr(expected, name))]).all(), name
+    assert np.isnan(expected.dk).any()
+
+
+@pytest.mark.parametrize("kernel", [None, *BACKWARD])
+def test_an_infinite_slope_hides_keys_and_leaves_them_without_a_gradient(kernel):
+    dtype, dim = BACKWARD.get(kernel, "float32"), 192 if kernel == "bwd_07_cluster" else 8
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, n, 2, dim)).astype(dtype) for n in (3, 40, 40, 3))
+    options = {"alibi_slopes": np.array([np.inf, 0.5], np.float32)}
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    assert np.isnan(out[:, :, 0]).all()  # the key beside the query has 0 times inf
+    arrays = (dout, q, k, v, out.astype(dtype), lse.astype(np.float32))
+    got = cuflash.attention_backward(*arrays, kernel=kernel, **options)
+    expected = reference.attention_backward(*arrays, **options)
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_array_equal(np.isnan(getattr(got, name)), np.isnan(getattr(expected, name)), name)

@@ -50,8 +50,8 @@ DEVICE float f16_to_float(f16 x) {
 DEVICE f16 float_to_f16(float x) {   // to nearest, ties to even
   const u32 bits = __builtin_bit_cast(u32, x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   u32 half;
-  if (magnitude > 0x7f800000) half = 0x7fff;
-  else if (magnitude >= 0x477ff000) half = 0x7c00;                                    // 65520 and up
+  if (magnitude > 0x7f800000) return {0x7fff};   // as a GPU: no NaN has a sign
+  if (magnitude >= 0x477ff000) half = 0x7c00;                                    // 65520 and up
   else if (magnitude >= 0x38800000) half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
   else half = __builtin_bit_cast(u32, __builtin_bit_cast(float, magnitude) + 0.5f) - 0x3f000000;
   return {static_cast<u16>(sign | half)};
