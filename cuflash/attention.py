@@ -114,26 +114,27 @@ def attention(
     Source: Dao et al., "FlashAttention" (2022), algorithm 1; Dao, "FlashAttention-2" (2023), algorithm 1.
     """
     # The warm way: a call like one before is made again, arrays in launch.ORDER and options in warm.PLAIN.
-    pair = out if type(out) is tuple and len(out) == 2 else (out, None)
-    given = [
-        q, k, v, *pair, bias, mask, alibi_slopes, sink, query_lengths, key_lengths, cu_seqlens_q,
-        cu_seqlens_k, workspace, None,
-    ]  # fmt: skip
-    if type(q) is not np.ndarray and not arrays_.is_cupy(q):
-        given = arrays_.brought(given)
-    if progress is None and not unknown and arrays_.is_cupy(given[0]):
-        key, given, seed = warm.of_values(
-            "forward",
-            given,
-            (
-                causal, window, query_offset, scale, softcap, block_mask, layout, precision, out_dtype,
-                kernel, return_lse, False,
-            ),
-            dropout,
+    if type(q) is not np.ndarray and progress is None and not unknown:
+        plain = (
+            "forward", causal, window, query_offset, scale, softcap, block_mask, layout, precision,
+            out_dtype, kernel, return_lse, False,
         )  # fmt: skip
+        given: Any = q, k, v
+        if not (
+            out is bias is mask is alibi_slopes is sink is query_lengths is key_lengths is cu_seqlens_q
+            is cu_seqlens_k is workspace is None
+        ):  # fmt: skip
+            pair = out if type(out) is tuple and len(out) == 2 else (out, None)
+            given += (
+                *pair, bias, mask, alibi_slopes, sink, query_lengths, key_lengths, cu_seqlens_q, cu_seqlens_k,
+                workspace, None,
+            )  # fmt: skip
+        key, given, seed = warm.of_values("forward", given, plain, dropout)
         call = launch.cached(key, given)
         if call is not None:
-            found = call(given, seed, lse=return_lse)
+            if len(given) == 3 and not return_lse and dropout is None:
+                return call.out(*given)
+            found = call.run(given, seed, None, return_lse)
             return results.returned(out, return_lse, found["out"], found.get("lse"))
     options = dict(
         causal=causal, window=window, query_offset=query_offset, scale=scale, softcap=softcap,

@@ -6,6 +6,7 @@ launch.py knows only this interface, so that the emulator runs the same code as 
 |---|---|
 | is_current(), device | whether launches may be made right now; a context manager in which they may |
 | empty(shape, dtype) | a new C-contiguous array; dtype is a np.dtype |
+| scratch(n_bytes) | on a GPU: new memory without an array around it; .ptr is its address |
 | pointer(array) | address of its first element |
 | load(launch) | what `launch_all` takes for a launch; compiled and loaded once |
 | launch_all(loaded, args, buffers, progress) | start every kernel with one Args struct |
@@ -45,16 +46,17 @@ class Cuda:
         from cupy.cuda import driver, function, runtime
 
         self._cupy, self._driver, self._function, self._runtime = cupy, driver, function, runtime
-        self._ndarray = cupy.ndarray
+        self._ndarray, self.scratch = cupy.ndarray, cupy.cuda.alloc
         self.index = device.index
         self.device = _Entered(cupy, self.index)
         self._arch = device.arch
+        self._current_device, self._current_stream = runtime.getDevice, cupy.cuda.get_current_stream
         self._modules: dict[build.Job, Any] = {}
         self._functions: dict[Any, int] = {}
         self._lock = threading.Lock()
 
     def is_current(self) -> bool:
-        return self._runtime.getDevice() == self.index
+        return self._current_device() == self.index
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return self._ndarray(shape, dtype)
@@ -87,7 +89,7 @@ class Cuda:
         return pointer
 
     def stream(self) -> int:
-        return self._cupy.cuda.get_current_stream(self.index).ptr
+        return self._current_stream(self.index).ptr
 
     def launch_all(
         self, loaded: list[tuple[int, ...]], args: ArgsBuffer, buffers: Any = None, progress: Any = None

@@ -30,6 +30,7 @@ MAX_PREPARED = 4096  # prepared calls kept by key; at more, all are forgotten
 MAX_KEPT = 64  # the same of one plan: with other block masks, other shifts of dropout
 
 _prepared: dict[Any, Prepared] = {}
+_ndarray: type | None = None  # cupy.ndarray, once CuPy has been imported
 
 
 def run(plan: Plan, operands: Operands) -> dict[str, Any]:
@@ -56,26 +57,35 @@ def run(plan: Plan, operands: Operands) -> dict[str, Any]:
 def key(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a prepared call depends on; None when an array is not a plain cupy.ndarray.
 
-    arrays: the caller's, in ORDER; lengths on the host as int64 NumPy arrays, of which the number counts.
+    arrays: the caller's, in ORDER, or (q, k, v) where there is no other; lengths on the host as int64 NumPy
+    arrays, of which the number counts.
     options: direction and every other argument; dropout without its seed.
     """
-    cupy = sys.modules.get("cupy")
-    if cupy is None:
+    global _ndarray
+    if _ndarray is None:
+        _ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)
+    if len(arrays) == 3:  # most calls; a loop would cost them a microsecond
+        q, k, v = arrays
+        if type(q) is type(k) is type(v) is _ndarray:
+            return options, _description(q), _description(k), _description(v)
         return None
-    plain = cupy.ndarray
-    parts: list[Any] = [options]
-    add = parts.append
+    parts = [options]
     for array in arrays:
         if array is None:
-            add(None)
-        elif type(array) is plain:
-            memory = array.data
-            parts += (array.shape, array.strides, array.dtype.char, memory.ptr & 15, memory.device_id)
+            parts.append(None)
+        elif type(array) is _ndarray:
+            parts.append(_description(array))
         elif type(array) is np.ndarray and array.ndim == 1 and array.dtype == np.int64:
-            add(array.size)
+            parts.append(array.size)
         else:
             return None
     return tuple(parts)
+
+
+def _description(array: Any) -> tuple[Any, ...]:
+    """Of a plain cupy.ndarray: all but its numbers and where they lie."""
+    memory = array.data
+    return array.shape, array.strides, array.dtype, memory.ptr & 15, memory.device_id
 
 
 def cached(key: tuple[Any, ...] | None, arrays: tuple[Any, ...]) -> Prepared | None:
@@ -86,7 +96,7 @@ def cached(key: tuple[Any, ...] | None, arrays: tuple[Any, ...]) -> Prepared | N
         call = _prepared.get(key)
     except TypeError:  # an option that cannot be hashed: check.py says what is wrong with it
         return None
-    if call is None or (call.written and call.overlaps(arrays)) or (call.lengths and not call.fit(arrays)):
+    if call is not None and call.looks and (call.overlaps(arrays) or not call.fit(arrays)):
         return None
     return call
 

@@ -1,6 +1,8 @@
-"""The tensor maps of a call: encoded from Args and written behind it, again when an address has changed."""
+"""Addresses in the struct of a call, and the tensor maps behind it, encoded again when an address changes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,42 +14,48 @@ from cuflash.row import ITEMSIZE, number
 from cuflash.tensormap import Layout
 
 
-class _Place:
-    """One map in the struct: its layout, where its array's address stands, and the bytes of the map."""
+class Place:
+    """Where one address stands in the struct: a pointer, and the tensor map of the same array if it has one.
 
-    def __init__(self, layout: Layout, buffer: ArgsBuffer, name: str) -> None:
-        self.layout, self.address = layout, 0
-        self.word = args.offset_of(f"{name}.data") // 8
-        start = args.map_offsets()[name]
-        self.bytes = memoryview(buffer.memory)[start : start + tensormap.BYTES]
-
-
-class Maps:
-    """The maps of a plan's launches in one struct MappedArgs.
-
-    record: the strides of every array in it.  buffer: the struct, mapped_args_bytes() long.
+    address: what stands there now.  A call that finds its own there has nothing to write.
     """
 
-    def __init__(self, plan: Plan, record: np.ndarray, buffer: ArgsBuffer) -> None:
-        self._words, self._places = buffer.words, []
-        bits, boxes = 0, _boxes(plan)
-        numbers = {name: number for number, name in enumerate(args.map_offsets())}
-        for name, box in boxes.items():
-            layout = _layout(plan, record[name], name, *box)
-            if layout is not None:
-                self._places.append(_Place(layout, buffer, name))
-                bits |= 1 << numbers[name]
-        if boxes:
-            buffer.words[args.map_offsets()["mapped"] // 8] = bits
+    __slots__ = ("_bytes", "_layout", "_word", "_words", "address")
 
-    def refresh(self) -> None:
-        """After the addresses in the struct have changed, before it is used."""
-        words = self._words
-        for place in self._places:
-            address = words[place.word]
-            if address != place.address:
-                place.bytes[:] = place.layout.encode(address)
-                place.address = address
+    def __init__(self, buffer: ArgsBuffer, word: int) -> None:
+        """word: which of the buffer's words."""
+        self._words, self._word, self.address = buffer.words, word, 0
+        self._layout: Layout | None = None
+
+    def move(self, address: int) -> None:
+        """Write an address, and encode the map with it."""
+        if self._layout is not None:
+            self._bytes[:] = self._layout.encode(address)
+        self._words[self._word] = address
+        self.address = address
+
+    def attach(self, layout: Layout, room: memoryview) -> None:
+        """From now on a map of this layout goes with the pointer."""
+        self._layout, self._bytes = layout, room
+
+
+def attach(plan: Plan, record: np.ndarray, buffer: ArgsBuffer, place: Callable[[str], Place]) -> None:
+    """Give the places of a plan's mapped arrays their maps in one struct MappedArgs.
+
+    record: the strides of every array in it.  buffer: the struct, mapped_args_bytes() long.  place(field of
+    Args, "Q.data"): where no address has been written yet.
+    """
+    bits, boxes = 0, _boxes(plan)
+    numbers = {name: number for number, name in enumerate(args.map_offsets())}
+    for name, box in boxes.items():
+        layout = _layout(plan, record[name], name, *box)
+        if layout is not None:
+            start = args.map_offsets()[name]
+            room = memoryview(buffer.memory)[start : start + tensormap.BYTES]
+            place(f"{name}.data").attach(layout, room)
+            bits |= 1 << numbers[name]
+    if boxes:
+        buffer.words[args.map_offsets()["mapped"] // 8] = bits
 
 
 def bytes_of(plan: Plan) -> int:

@@ -33,6 +33,7 @@ ORDER = {
     "backward": ("dout", "q", "k", "v", "out", "lse", "dlse", *_OPTIONS, *_GRADIENTS),
 }
 _FIELDS = {name: f"{field}.data" for field, name in args.OPERANDS.items()} | {"seed": "seed_pointer"}
+_SEED_WORD = args.offset_of("seed") // 8
 
 
 def outputs_of(problem: Problem) -> tuple[str, ...]:
@@ -43,12 +44,13 @@ def outputs_of(problem: Problem) -> tuple[str, ...]:
 class Prepared:
     """A plan bound to shapes and strides: everything of a call but the addresses.  Thread-safe.
 
-    call(arrays, seed), arrays in ORDER -> {name: result in the caller's axis order}.
+    call(arrays, seed), arrays as launch.key takes them -> {name: result in the caller's axis order}.
     """
 
     def __init__(self, plan: Plan, operands: Operands) -> None:
         self.plan = plan
         self.backend = backends.of(plan.device)
+        self._is_emulated = plan.device.kind == "emulated"
         self._lock = threading.RLock()  # progress may call attention again
         self._loaded = [self.backend.load(launch) for launch in plan.launches]
         self._names = outputs_of(plan.problem)
@@ -57,44 +59,44 @@ class Prepared:
         there = {name for name, array in zip(self.order, arrays, strict=True) if array is not None}
         self.given = there.intersection(self._names)
         self._workspace_at = self.order.index("workspace")
-        self.written = bool(self.given) or operands.workspace is not None
+        self._written = bool(self.given) or operands.workspace is not None
         hosted = host_lengths(operands)
         extents = [
             _extent(None if name in hosted else array) for name, array in zip(self.order, arrays, strict=True)
         ]
         self._spans = [(at, low, high) for at, (low, high) in enumerate(extents) if low < high]
         self._alone = {self._workspace_at, *(self.order.index(name) for name in self.given)}
-        self._words = {name: args.offset_of(field) // 8 for name, field in _FIELDS.items()}
+        made = {name: _new_result(plan.problem, name) for name in self._names if name not in there}
+        record = self._template(operands, made)
+        self._args = backends.ArgsBuffer(bytearray(record.tobytes().ljust(maps.bytes_of(plan), b"\0")))
+        self._places: dict[str, maps.Place] = {}  # by field of Args
+        elsewhere = {*hosted, *(copy.name for copy in plan.copies)}  # kernels read them in the workspace
         self._inputs = [
-            (position, self._words[name])
+            (position, self._place(_FIELDS[name]))
             for position, name in enumerate(self.order)
-            if name in there and name in self._words and name not in hosted
+            if name in there and name in _FIELDS and name not in elsewhere
         ]
-        self._new = [
-            (name, self._words[name], *_new_result(plan.problem, name))
-            for name in self._names
-            if name not in there
-        ]
-        self._read = [one for one in self._new if one[0] != "lse"]
-        self._unread = self._place_of_unread()
-        self._seed_word = args.offset_of("seed") // 8
-        self._slot_words = self._words_of_slots()
-        place = {slot.name: offset for slot, offset in zip(plan.slots, plan.offsets, strict=True)}
-        self._slot_words += [(self._words[name], place[name]) for name in hosted]
-        self.lengths = [(self.order.index(name), place[name], *_limits(plan, name)) for name in hosted]
+        self._new = [(name, self._place(_FIELDS[name]), *made[name]) for name in made]
+        self._lse_place = self._place(_FIELDS["lse"])
+        self._unread = self._address_of_unread()
+        self._read = self._new if self._unread is None else [one for one in self._new if one[0] != "lse"]
+        self._shortest = self._is_shortest()
+        offset_of = {slot.name: offset for slot, offset in zip(plan.slots, plan.offsets, strict=True)}
+        self._slots_at = self._places_of_slots()
+        self._slots_at += [(self._place(_FIELDS[name]), offset_of[name]) for name in hosted]
+        self._lengths = [(self.order.index(name), offset_of[name], *_limits(plan, name)) for name in hosted]
         self._zeroed = [
             (offset, slot.n_bytes)
             for offset, slot in zip(plan.offsets, plan.slots, strict=True)
             if slot.zero and slot.n_bytes
         ]
-        record = self._template(operands)
-        self._args = backends.ArgsBuffer(bytearray(record.tobytes().ljust(maps.bytes_of(plan), b"\0")))
-        self._maps = maps.Maps(plan, record, self._args)
+        maps.attach(plan, record, self._args, self._place)
+        self.looks = self._written or bool(self._lengths)  # at what arrays hold, before every call
         self._blocks = self._set_blocks(operands)
         self._line = _line(plan)
 
-    def __call__(
-        self, arrays: Any, seed: int = 0, operands: Operands | None = None, *, lse: bool = True
+    def run(
+        self, arrays: Any, seed: int = 0, operands: Operands | None = None, lse: bool = True
     ) -> dict[str, Any]:
         """operands: the canonical views, where copies may be needed; None on the fast way.
 
@@ -107,8 +109,40 @@ class Prepared:
         with self.backend.device:
             return self._run(arrays, seed, operands, lse)
 
+    __call__ = run
+
+    def out(self, q: Any, k: Any, v: Any) -> Any:
+        """run((q, k, v), lse=False)["out"], the shortest way: what a small call costs is its host's time."""
+        backend = self.backend
+        if not self._shortest or not backend.is_current() or log.isEnabledFor(logging.DEBUG):
+            return self.run((q, k, v), 0, None, False)["out"]
+        (_, at_q), (_, at_k), (_, at_v) = self._inputs
+        ((_, at_out, shape, dtype),) = self._read
+        out = backend.empty(shape, dtype)
+        with self._lock:
+            if (address := q.data.ptr) != at_q.address:
+                at_q.move(address)
+            if (address := k.data.ptr) != at_k.address:
+                at_k.move(address)
+            if (address := v.data.ptr) != at_v.address:
+                at_v.move(address)
+            if (address := out.data.ptr) != at_out.address:
+                at_out.move(address)
+            if self._lse_place.address != self._unread:
+                self._lse_place.move(self._unread)
+            backend.launch_all(self._loaded, self._args)
+        return out
+
+    def _is_shortest(self) -> bool:
+        """Whether a call of q, k, v alone has but their addresses and that of out to fill in."""
+        plan = self.plan
+        more = plan.slots or plan.problem.dropout is not None or len(self._inputs) > 3
+        return self._unread is not None and not more and [name for name, *_ in self._read] == ["out"]
+
     def overlaps(self, arrays: Any) -> bool:
         """Whether a result or the workspace shares memory with another array, by the bounds of addresses."""
+        if not self._written:
+            return False
         spans = [(at, arrays[at].data.ptr + low, arrays[at].data.ptr + high) for at, low, high in self._spans]
         for mine, low, high in spans:
             if mine in self._alone:
@@ -119,7 +153,7 @@ class Prepared:
 
     def fit(self, arrays: Any) -> bool:
         """Whether check.py would let lengths on the host pass."""
-        for position, _, limit, cumulative in self.lengths:
+        for position, _, limit, cumulative in self._lengths:
             values = arrays[position]
             if cumulative:
                 fits = values[0] == 0 and values[-1] <= limit and bool((values[1:] >= values[:-1]).all())
@@ -130,53 +164,71 @@ class Prepared:
         return True
 
     def _run(self, arrays: Any, seed: int, operands: Operands | None, lse: bool) -> dict[str, Any]:
-        backend, plan, pointer = self.backend, self.plan, self.backend.pointer
-        unread = None if lse else self._unread
-        new = self._new if unread is None else self._read
+        backend, pointer = self.backend, self.backend.pointer
+        new = self._new if lse else self._read
         results = {name: backend.empty(shape, dtype) for name, _, shape, dtype in new}
         if self.given:
-            results = {
-                name: arrays[self.order.index(name)] if name in self.given else results[name]
-                for name in self._names
-                if name in self.given or name in results
-            }
-        if not plan.launches:
+            results |= {name: arrays[self.order.index(name)] for name in self.given}
+        if not self._loaded:
             return self._fill_empty(results)
-        words = self._args.words
+        slots: list[Any] = []
         with self._lock:
-            for position, word in self._inputs:
-                words[word] = pointer(arrays[position])
-            for name, word, _, _ in new:
-                words[word] = pointer(results[name])
-            if unread is not None:
-                words[self._words["lse"]] = unread
-            words[self._seed_word] = seed
-            slots: list[Any] = []
-            if plan.slots:
-                workspace = self._workspace(arrays[self._workspace_at])
-                start = pointer(workspace)
-                for word, offset in self._slot_words:
-                    words[word] = start + offset
-                for offset, n_bytes in self._zeroed:
-                    backend.zero(start + offset, n_bytes)
-                for position, offset, _, _ in self.lengths:
-                    backend.copy_lengths(arrays[position], start + offset)
-                if operands is not None:
-                    slots = self._slots(workspace)
-                    self._stage(operands, slots)
-            self._maps.refresh()
-            if plan.device.kind == "emulated":
+            # an address that has stayed is not written again, nor is its map
+            for position, place in self._inputs:
+                if (address := pointer(arrays[position])) != place.address:
+                    place.move(address)
+            for name, place, _, _ in new:
+                if (address := pointer(results[name])) != place.address:
+                    place.move(address)
+            if new is not self._new and self._lse_place.address != self._unread:
+                self._lse_place.move(self._unread)
+            self._args.words[_SEED_WORD] = seed
+            if self.plan.slots:
+                slots = self._fill_slots(arrays, operands)
+            if self._is_emulated:
                 buffers = self._buffers(arrays, results, slots)
                 backend.launch_all(self._loaded, self._args, buffers, operands and operands.progress)
             else:
                 backend.launch_all(self._loaded, self._args)
-        if plan.copies and operands is not None:
-            for number, copy in enumerate(plan.copies, plan.n_row_slots):
+        if operands is not None:
+            for number, copy in enumerate(self.plan.copies, self.plan.n_row_slots):
                 if copy.back:
                     backend.copy(slots[number][..., : copy.dim], args.operand(operands, copy.name))
         return results
 
-    def _place_of_unread(self) -> int | None:
+    def _fill_slots(self, arrays: Any, operands: Operands | None) -> list[Any]:
+        """Give the slots their places in a workspace, and what has to lie there before a kernel starts.
+
+        The workspace as arrays where operands are there; else what keeps it alive until kernels are launched.
+        """
+        backend = self.backend
+        given = arrays[self._workspace_at] if len(arrays) > self._workspace_at else None
+        if given is None and operands is None:
+            workspace = backend.scratch(self.plan.workspace_bytes)
+            start = workspace.ptr
+        else:
+            workspace = self._workspace(given)
+            start = backend.pointer(workspace)
+        for place, offset in self._slots_at:
+            if place.address != start + offset:
+                place.move(start + offset)
+        for offset, n_bytes in self._zeroed:
+            backend.zero(start + offset, n_bytes)
+        for position, offset, _, _ in self._lengths:
+            backend.copy_lengths(arrays[position], start + offset)
+        if operands is None:
+            return [workspace]
+        slots = self._slots(workspace)
+        self._stage(operands, slots)
+        return slots
+
+    def _place(self, path: str) -> maps.Place:
+        """Where the address of a field of Args stands."""
+        if path not in self._places:
+            self._places[path] = maps.Place(self._args, args.offset_of(path) // 8)
+        return self._places[path]
+
+    def _address_of_unread(self) -> int | None:
         """Where a kernel may write an lse that nobody reads, at any time, any number of calls at once.
 
         An array less to allocate is a tenth of the host's time of a small call.  None: lse is no new array,
@@ -212,8 +264,8 @@ class Prepared:
             )
         return given
 
-    def _words_of_slots(self) -> list[tuple[int, int]]:
-        """(word of Args, offset in the workspace) of the row's slots."""
+    def _places_of_slots(self) -> list[tuple[maps.Place, int]]:
+        """(place, offset in the workspace) of the row's slots."""
         base, found = args.offset_of("workspace") // 8, []
         most = args.args_dtype()["workspace"].shape[0]
         if self.plan.n_row_slots > most:  # a slot too many would lie on the next field
@@ -221,9 +273,9 @@ class Prepared:
             raise CuflashError(f"{got}\n  Args has room for {most}.")
         for index, slot in enumerate(self.plan.slots[: self.plan.n_row_slots]):
             if slot.n_bytes:
-                found.append((base + index, self.plan.offsets[index]))
+                found.append((maps.Place(self._args, base + index), self.plan.offsets[index]))
                 if slot.name in args.SLOTS:
-                    found.append((args.offset_of(f"{slot.name}.data") // 8, self.plan.offsets[index]))
+                    found.append((self._place(f"{slot.name}.data"), self.plan.offsets[index]))
         return found
 
     def _slots(self, workspace: Any) -> list[Any]:
@@ -234,11 +286,11 @@ class Prepared:
             slots.append(piece.view(numpy_dtype(slot.dtype)).reshape(slot.shape))
         return slots
 
-    def _template(self, operands: Operands) -> np.ndarray:
+    def _template(self, operands: Operands, made: dict[str, tuple[tuple[int, ...], np.dtype]]) -> np.ndarray:
         """Args without addresses: strides of operands, copies, slots, and results still to be made."""
         plan = self.plan
         record = args.record_of(plan.problem, operands)
-        for name, _, shape, dtype in self._new:
+        for name, (shape, dtype) in made.items():
             args.fill(record, name, results_.canonical(plan.problem, name, _hollow(shape, dtype)))
         for copy in plan.copies:
             slot = _hollow(copy.slot.shape, numpy_dtype(copy.slot.dtype))
@@ -272,11 +324,11 @@ class Prepared:
 
     def _stage(self, operands: Operands, slots: list[Any]) -> None:
         """Copy what the kernel cannot address into the workspace."""
-        words, backend = self._args.words, self.backend
+        backend = self.backend
         for number, copy in enumerate(self.plan.copies, self.plan.n_row_slots):
             if not copy.back:
                 backend.copy(args.operand(operands, copy.name), slots[number][..., : copy.dim])
-            words[self._words[copy.name]] = backend.pointer(slots[number])
+            self._place(_FIELDS[copy.name]).move(backend.pointer(slots[number]))
 
     def _buffers(self, arrays: Any, results: dict[str, Any], slots: list[Any]) -> dict[str, Any]:
         """Every array that a kernel may touch, by name, for the emulator."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,12 @@ PLAIN = (
     "kernel", "return_lse", "deterministic",
 )  # fmt: skip
 _KNOWN = {*DEFAULTS, "deterministic", "return_lse", "out", "grads"}
+_ABSENT = {
+    direction: dict.fromkeys(order) | DEFAULTS | {"return_lse": False, "deterministic": False}
+    for direction, order in launch.ORDER.items()
+}
+_ARRAYS = {direction: operator.itemgetter(*order) for direction, order in launch.ORDER.items()}
+_plain_of = operator.itemgetter(*PLAIN)
 _MAX_SEED = 1 << 64
 _LENGTHS_AT = {
     direction: tuple(order.index(name) for name in args.LENGTHS) for direction, order in launch.ORDER.items()
@@ -24,41 +31,51 @@ _HOST_KINDS = (list, tuple, range, np.ndarray)
 
 
 def key(direction: str, arrays: dict[str, Any], options: dict[str, Any]) -> tuple[Any, tuple[Any, ...], int]:
-    """(key or None, arrays in launch.ORDER, seed); None when the call has to be checked: see launch.key.
+    """(key or None, arrays as launch.key takes them, seed); None when the call has to be checked.
 
     Calls with unknown options or a progress function are checked every time.
     """
     if options.get("progress") is not None or not options.keys() <= _KNOWN:
         return None, (), 0
-    plain = tuple(options.get(name, DEFAULTS.get(name, False)) for name in PLAIN)
-    values = dict(options, **arrays)
-    given = arrays_.brought([values.get(name) for name in launch.ORDER[direction]])
-    return of_values(direction, given, plain, options.get("dropout"))
+    values = _ABSENT[direction] | options | arrays
+    plain = direction, *_plain_of(values)
+    given = _ARRAYS[direction](values)
+    if direction == "forward" and all(array is None for array in given[3:]):
+        given = given[:3]
+    return of_values(direction, given, plain, values["dropout"])
 
 
 def of_values(
-    direction: str, arrays: list[Any], plain: tuple[Any, ...], dropout: Any
+    direction: str, arrays: tuple[Any, ...], plain: tuple[Any, ...], dropout: Any
 ) -> tuple[Any, tuple[Any, ...] | list[Any], int]:
-    """The same from arrays in launch.ORDER, the seed's place left None, and options in the order of PLAIN.
-
-    Lengths on the host are made int64 arrays in place.
+    """The same from arrays as launch.key takes them, without the seed, and plain: the direction, then options
+    in the order of PLAIN.
     """
-    for at in _LENGTHS_AT[direction]:
-        if arrays[at] is not None and type(arrays[at]) in _HOST_KINDS:
-            arrays[at] = _whole_numbers(arrays[at])
-            if arrays[at] is None:
-                return None, (), 0
-    if dropout is None:
-        return launch.key(arrays, (direction, plain)), arrays, 0
-    if type(dropout) is not tuple or len(dropout) not in (2, 3) or dropout[1] is None:
-        return None, (), 0
-    p, seed, shift = (*dropout, None)[:3]
-    if type(seed) is not int:
-        arrays[launch.ORDER[direction].index("seed")] = seed
-        seed = 0
-    elif not 0 <= seed < _MAX_SEED:
-        return None, (), 0
-    return launch.key(arrays, (direction, plain, p, shift)), arrays, seed
+    given: Any = arrays
+    if len(arrays) > 3:
+        given = list(arrays)
+        for at in _LENGTHS_AT[direction]:
+            if type(given[at]) in _HOST_KINDS:
+                given[at] = _whole_numbers(given[at])
+                if given[at] is None:
+                    return None, (), 0
+    seed = 0
+    if dropout is not None:
+        if type(dropout) is not tuple or len(dropout) not in (2, 3) or dropout[1] is None:
+            return None, (), 0
+        p, seed, shift = (*dropout, None)[:3]
+        plain = (*plain, p, shift)
+        if type(seed) is not int:
+            at = launch.ORDER[direction].index("seed")
+            given = [*given, *(None,) * (len(launch.ORDER[direction]) - len(given))]
+            given[at], seed = seed, 0
+        elif not 0 <= seed < _MAX_SEED:
+            return None, (), 0
+    key = launch.key(given, plain)
+    if key is None:  # perhaps for arrays of other libraries
+        given = arrays_.brought(given)
+        key = launch.key(given, plain)
+    return key, given, seed
 
 
 def _whole_numbers(values: Any) -> np.ndarray | None:

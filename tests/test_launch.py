@@ -300,6 +300,9 @@ def pretend(monkeypatch):
         def empty(self, shape, dtype):
             return make(shape, dtype)
 
+        def scratch(self, n_bytes):
+            return make((n_bytes,), np.uint8).data
+
         @staticmethod
         def pointer(array):
             return array.data.ptr
@@ -356,6 +359,59 @@ def test_attention_takes_the_warm_way(pretend, monkeypatch):
         assert backend.calls[-1][1]["lse"]["data"] == lse.data.ptr
     with pytest.raises(CuflashError, match="without return_lse=True"):
         attention(*given.values(), out=(out, lse))
+
+
+def test_q_k_v_alone_take_the_shortest_way(pretend, monkeypatch):
+    """It fills in what the other way does, and the two may alternate."""
+    make, backend = pretend
+    monkeypatch.setattr(plan.devices, "gpu", lambda index: HERE)
+    first, second = ([make(array.shape) for array in arrays().values()] for _ in range(2))
+    options = dict(causal=True, kernel="fwd_02_tiled")
+    attention(*first, **options)
+    attention(*first, **options, return_lse=True)
+    longer, run = [], launch.Prepared.run
+    monkeypatch.setattr(launch.Prepared, "run", lambda self, *given: longer.append(1) or run(self, *given))
+
+    def filled(given, out):
+        record = backend.calls[-1][1]
+        assert [record[name]["data"] for name in "QKVO"] == [array.data.ptr for array in (*given, out)]
+        return int(record["lse"]["data"])
+
+    unread = filled(second, attention(*second, **options))
+    assert not longer and unread
+    out, lse = attention(*first, **options, return_lse=True)
+    assert longer and filled(first, out) == lse.data.ptr
+    assert filled(first, attention(*first, **options)) == unread
+    assert filled(second, attention(*second, **options)) == unread and len(longer) == 1
+    for seed in (3, 4):
+        attention(*first, **options, dropout=(0.5, seed))
+        assert backend.calls[-1][1]["seed"] == seed
+    target = make((2, 5, 4, 6))
+    assert attention(*first, **options, out=target) is target
+    filled(first, target)
+
+
+@pytest.mark.parametrize("kernel", ["fwd_02_tiled", "fwd_05_pipeline"])
+def test_threads_do_not_mix_their_addresses(pretend, monkeypatch, kernel):
+    make, backend = pretend
+    monkeypatch.setattr(plan.devices, "gpu", lambda index: HERE)
+    given = [[make(array.shape) for array in arrays().values()] for _ in range(4)]
+    attention(*given[0], kernel=kernel)
+    attention(*given[0], return_lse=True, kernel=kernel)
+    backend.calls.clear()
+
+    def work(number):
+        found = []
+        for turn in range(50):
+            out = attention(*given[number], kernel=kernel, return_lse=turn % 3 == 0)
+            found.append((number, out[0] if isinstance(out, tuple) else out))
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [one for many in pool.map(work, range(4)) for one in many]
+    wanted = sorted((*(array.data.ptr for array in given[number]), out.data.ptr) for number, out in found)
+    filled = sorted(tuple(int(record[name]["data"]) for name in "QKVO") for _, record, _ in backend.calls)
+    assert filled == wanted
 
 
 @pytest.mark.parametrize("change", ["shape", "stride", "dtype", "alignment", "option", "extra array"])
@@ -445,6 +501,8 @@ def test_arrays_of_other_libraries_take_the_warm_way(pretend, monkeypatch):
     dout = Foreign(make((2, 5, 4, 6)))
 
     def both():
+        attention(*given.values())
+        assert backend.calls[-1][1]["Q"]["data"] == given["q"].array.data.ptr
         assert attention(*given.values(), bias=bias, out=(out, lse), return_lse=True)[0] is out
         assert backend.calls[-1][1]["bias"]["data"] == bias.array.data.ptr
         gradients = attention_backward(dout, *given.values(), out, lse, bias=bias)
