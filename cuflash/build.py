@@ -112,8 +112,9 @@ def _own_directory() -> Path:
 def expand(file: str, emulated: bool = False, directory: Path | None = None) -> str:
     """The text of kernels/<file>.cu with every #include "..." pasted in, once each, and #line markers.
 
-    Includes are found from the including file, then from the folder itself.  Includes under
-    #ifdef CUFLASH_EMULATED are pasted only when `emulated`: a change to the emulator changes no cubin.
+    Includes are found from the including file, then from the folder itself.  What stands under
+    #ifdef CUFLASH_EMULATED is there only when `emulated`, and its #else only when not: a change to the
+    emulator changes no cubin.
     """
     directory = directory or kernels_directory()
     path = directory / f"{file}.cu"
@@ -145,9 +146,12 @@ def _paste(path: Path, directory: Path, emulated: bool, seen: set[Path]) -> list
             lines.append("")
             continue
         _follow(branches, line, emulated)
+        if False in branches and not CONDITIONAL.match(line):
+            lines.append("")
+            continue
         match = INCLUDE.match(line)
-        if not match or False in branches:
-            lines.append("" if match else line)
+        if not match:
+            lines.append(line)
             continue
         target = _find_include(path, match[1], directory, number, home)
         if target not in seen:

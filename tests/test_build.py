@@ -78,6 +78,26 @@ def test_expand_leaves_the_emulator_out_unless_asked():
     assert 'kernels/lib/emulated.cuh"' in build.expand(row, emulated=True)
 
 
+def test_what_the_other_side_compiles_is_blank(tmp_path):
+    lines = [
+        "#ifdef CUFLASH_EMULATED",
+        "host",
+        "#if A",
+        "nested",
+        "#endif",
+        "#else",
+        "device",
+        "#endif",
+        "both",
+    ]
+    (tmp_path / "toy.cu").write_text(text)
+    kept = {"host", "nested", "device", "both"}
+    for emulated, gone in ((False, {"host", "nested"}), (True, {"device"})):
+        text = build.expand("toy", emulated, tmp_path).splitlines()[1:]
+        assert [line or "-" for line in text] == ["-" if line in gone else line for line in lines]
+        assert kept - gone <= set(text)
+
+
 def test_expand_names_what_is_missing(kernels):
     with pytest.raises(CuflashError, match=r"no kernel file tot\.cu in .*; there are toy"):
         build.expand("tot", directory=kernels)
