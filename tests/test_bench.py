@@ -315,6 +315,28 @@ def test_sustained_is_the_median_of_the_late_half():
     assert turn.times.sustained == 3e-3
 
 
+@pytest.mark.parametrize(
+    ("took", "patience", "is_estimated", "calls"),
+    [
+        ([0.9, 0.001], 1.0, 0.001, 2),  # compiled in the first call
+        ([2.0], 1.0, 2.0, 1),  # too long to be made twice
+        ([5.0, 0.4, 0.002], 20.0, 0.002, 3),  # loads, then plans
+        ([0.3, 0.29], 1.0, 0.29, 2),  # is as slow as that
+        ([0.3, 0.1, 0.2], 1.0, 0.1, 3),
+    ],
+)
+def test_an_estimate_waits_for_what_first_calls_do(monkeypatch, took, patience, is_estimated, calls):
+    now, made = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def call(i):
+        made.append(i)
+        now[0] += took[i]
+
+    assert timing.estimate(call, FakeClock(), patience) == pytest.approx(is_estimated)
+    assert len(made) == calls
+
+
 def test_the_awaited_clock_times_a_whole_burst(monkeypatch):
     done = []
     clock = AwaitedClock(lambda: (time.sleep(0.02), done.append("wait")))

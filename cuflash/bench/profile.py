@@ -34,19 +34,23 @@ ALWAYS = (
     "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum", "launch__registers_per_thread",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
 )  # fmt: skip
+# of the cycles in which SMs had work, and of all of them: what a memory does has no meaning by the former
+ACTIVE, ELAPSED = (rf"\.avg\.pct_of_peak_sustained_{which}" for which in ("active", "elapsed"))
 # unit -> names of ncu's metrics, percent of the peak; the largest that a card has is taken.  No "throughput":
 # ncu makes those of dozens of counters and as many passes, and sm__instruction_throughput, which sounds like
 # issue slots, is as busy as the busiest pipe.
 UTILISATION = {
-    "tensor": (r"sm__pipe_(tensor|tc)\w*_cycles_active(_v2)?", r"sm__inst_executed_pipe_tensor"),
-    "MUFU": (r"sm__inst_executed_pipe_xu",),
-    "FMA": (r"sm__pipe_fma\w*_cycles_active(_v2)?", r"sm__inst_executed_pipe_fma"),
-    "issue": (r"sm__inst_issued", r"smsp__issue_active"),
-    "shared": (r"l1tex__data_pipe_lsu_wavefronts", r"l1tex__data_bank_(reads|writes)"),
-    "L2": (r"lts__t_sectors", r"lts__lts2xbar_cycles_active", r"lts__xbar2lts_cycles_active"),
-    "DRAM": (r"dram__bytes",),
+    "tensor": (
+        rf"sm__pipe_(tensor|tc)\w*_cycles_active(_v2)?{ACTIVE}",
+        rf"sm__inst_executed_pipe_tensor{ACTIVE}",
+    ),
+    "MUFU": (rf"sm__inst_executed_pipe_xu{ACTIVE}",),
+    "FMA": (rf"sm__pipe_fma\w*_cycles_active(_v2)?{ACTIVE}", rf"sm__inst_executed_pipe_fma{ACTIVE}"),
+    "issue": (rf"sm__inst_issued{ACTIVE}", rf"smsp__issue_active{ACTIVE}"),
+    "shared": (rf"l1tex__data_pipe_lsu_wavefronts{ELAPSED}", rf"l1tex__data_bank_(reads|writes){ELAPSED}"),
+    "L2": (rf"lts__(t_sectors|lts2xbar_cycles_active|xbar2lts_cycles_active){ELAPSED}",),
+    "DRAM": (rf"dram__bytes{ELAPSED}",),
 }
-PERCENT = r"\.avg\.pct_of_peak_sustained_(active|elapsed)$"
 STALLS = r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio"
 BUSY = 60.0  # percent; below it on every unit, waiting is the limit
 SECONDS = 300
@@ -130,7 +134,7 @@ def profile(
 def metrics() -> str:
     """What ncu is asked for: names, and patterns for what cards name differently."""
     units = "|".join(pattern for patterns in UTILISATION.values() for pattern in patterns)
-    return ",".join([*ALWAYS, f"regex:^({units}){PERCENT}", f"regex:^{STALLS}$"])
+    return ",".join([*ALWAYS, f"regex:^({units})$", f"regex:^{STALLS}$"])
 
 
 def _command(ncu: str, shapes: Mapping[str, Shape]) -> list[str]:
@@ -219,7 +223,7 @@ def _profiled(row: dict[str, str], units: dict[str, str]) -> Profiled:
         shares = [
             number
             for name, text in row.items()
-            if any(re.match(f"(?:{pattern}){PERCENT}", name.split(" ")[0]) for pattern in patterns)
+            if any(re.fullmatch(pattern, name.split(" ")[0]) for pattern in patterns)
             and (number := _number(text)) is not None
         ]
         if shares:

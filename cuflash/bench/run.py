@@ -28,6 +28,8 @@ from cuflash.bench.probe import Says, probe, sentence
 from cuflash.bench.shapes import Shape, Suite
 from cuflash.bench.suites import tiny_of
 from cuflash.bench.timing import (
+    PLANS,
+    VERY_LONG,
     Clock,
     CudaClock,
     HostClock,
@@ -259,7 +261,8 @@ def prepare(
     try:
         prepared = contender.prepare(inputs, fresh=metric in ("host_us", "bytes"))
         with prepared.around():
-            seconds = estimate(prepared.call, prepared.clock or clock)
+            patience = PLANS if contender.kind == "peer" and inputs.xp is not np else VERY_LONG
+            seconds = estimate(prepared.call, prepared.clock or clock, patience)
     except Exception as error:  # a peer may raise anything
         line.status = "refused" if isinstance(error, CuflashError) else "failed"
         line.says = sentence(error)
