@@ -107,6 +107,7 @@ class Sums:
                 distance *= dS_run
                 self.dslopes[b, h, number] -= distance.sum()
 
+    @np.errstate(all="ignore")  # as in the workers: a result that float16 does not hold is inf
     def finish(self) -> None:
         """Write the results that were added up elsewhere."""
         found = {}

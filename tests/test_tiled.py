@@ -468,3 +468,21 @@ def test_gradients_are_those_of_finite_differences(seed):
         up, down = (loss(inputs | {name: array + sign * step * direction}) for sign in (1, -1))
         expected, got = (up - down) / (2 * step), (getattr(grads, "d" + name) * direction).sum()
         assert np.isclose(got, expected, rtol=1e-6, atol=1e-6), (name, got, expected, call)
+
+
+# ---- warnings
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 6e4])
+def test_numbers_that_are_not_finite_or_do_not_fit_warn_of_nothing(bad):
+    """Results say what they are; a warning of one thread or another would not say where."""
+    rng = np.random.default_rng(0)
+    for which in range(4):
+        arrays = [rng.standard_normal((1, n, 2, 8)).astype(np.float16) for n in (5, 9, 9, 5)]
+        arrays[which][0, 3] = bad
+        out, lse, vjp = cuflash.attention_vjp(*arrays[:3], return_lse=True, scale=50.0, causal=True)
+        vjp(arrays[3], np.ones_like(lse))
+        cuflash.merge([out, out], [lse, lse])
+        cuflash.row_stats(*arrays[:2], causal=True)
+        cuflash.key_importance(*arrays[:2], causal=True)
