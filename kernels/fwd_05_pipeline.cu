@@ -48,6 +48,7 @@
 #include "lib/copier.cuh"
 #include "lib/parts.cuh"
 #include "lib/sections.cuh"
+#include "lib/seen.cuh"
 #include "lib/tensor_products.cuh"
 #include "lib/votes.cuh"
 
@@ -80,17 +81,6 @@ DEVICE i64 odd_warp(int warp) { return static_cast<i64>(blockIdx.x) * n_warps + 
 DEVICE QueryTile tile_of(const Args& args, i64 x) {
   return heads_together > 1 ? tile_of_heads(args, x, tile_q) : query_tile_in_section<elem>(args, x, tile_q);
 }
-// Keys that some of the rows [first, end) see.
-DEVICE Range some_see(const Args& args, const Sequence& seq, i32 first, i32 end) {
-  return first < end ? visible_keys(args, seq, query_of(first), query_of(end - 1)) : Range{0, 0};
-}
-// Keys that all of them see: those need no tests.
-DEVICE Range all_see(const Args& args, const Sequence& seq, i32 first, i32 end) {
-  if (masks_every_tile || asks_blocks || first >= end || query_of(end - 1) >= last_query(args, seq))
-    return {0, 0};
-  return {visible_keys(args, seq, query_of(end - 1)).begin, visible_keys(args, seq, query_of(first)).end};
-}
-
 // trusts: the maximum of the first keys may stand for all.  Returns whether a warp of the block met
 // infinities or NaN.
 template <bool trusts> DEVICE bool attend(const Args& args, Smem& smem) {
@@ -107,7 +97,7 @@ template <bool trusts> DEVICE bool attend(const Args& args, Smem& smem) {
   if constexpr (is_split) keys = share_of(keys, blockIdx.x % n_shares, span);
   const i32 row0 = own.i0 + warp_row, row1 = row0 + row_blocks * 16;
   const Range some = some_see(args, seq, row0, smallest(row1, i1));
-  const Range all = all_see(args, seq, row0, has_bias ? row1 : smallest(row1, i1));   // bias: rows must exist
+  const Range all = all_see<asks_blocks>(args, seq, row0, has_bias ? row1 : smallest(row1, i1));   // bias: rows must exist
   Walk walk(args.blocks, seq.b, own.h, own.i0, i1, keys.begin, lane);
   const auto next_span = [&](i32 j) {
     if constexpr (has_block_mask) return walk.next(j);

@@ -17,9 +17,9 @@
 template <class T> DEVICE u32 pack(float low, float high) {
   return convert<T>(low).bits | static_cast<u32>(convert<T>(high).bits) << 16;
 }
-DEVICE u32 to_tf32(float x) {
-  return (__builtin_bit_cast(u32, x) + 0x1000) & 0xffffe000u;
-}   // 10 bits of mantissa, ties away
+DEVICE u32 to_tf32(float x) {   // 10 bits of mantissa, ties away
+  return x != x ? 0x7fffffffu : (__builtin_bit_cast(u32, x) + 0x1000) & 0xffffe000u;
+}
 template <class T> DEVICE void mma_k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1 WHERE) {
   const u32 b[2] = {b0, b1};
   emulated::multiply_fragments(is_same<T, f16> ? emulated::Mma::f16_k16 : emulated::Mma::bf16_k16, d, a, b,

@@ -207,6 +207,7 @@ DEVICE void multiply_PV_steps(Fragment<head_dim_v_tile>& O, const Weights& P, u3
 DEVICE void multiply_PV_columns(Fragment<head_dim_v_tile>& O, const Weights& P, VTile& tile, int row0,
                                 int lane) {
   const int g = lane / 4, even = lane % 4 * 2;   // rows even and even + 1 of 8, chunk g of 8
+  constexpr bool is_apart = head_dim_v_tile <= 128;   // small products: above, O leaves too few registers
 #pragma unroll
   for (int group = 0; group < head_dim_v_tile / 32; ++group) {
     Fragment<32> high, low;
@@ -228,7 +229,8 @@ DEVICE void multiply_PV_columns(Fragment<head_dim_v_tile>& O, const Weights& P, 
         for (int a = 0; a < row_blocks; ++a) {
           const Parts<4, false> A(P.at[k][a]);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) multiply_parts(high.at[a][e], low.at[a][e], A, B, 2 * e, 2 * e + 1);
+          for (int e = 0; e < 4; ++e)
+            multiply_parts(high.at[a][e], (is_apart ? low : high).at[a][e], A, B, 2 * e, 2 * e + 1);
         }
       } else {
 #pragma unroll
@@ -238,7 +240,8 @@ DEVICE void multiply_PV_columns(Fragment<head_dim_v_tile>& O, const Weights& P, 
             multiply_step(O.at[a][4 * group + e], P.at[k][a], V[2 * e], V[2 * e + 1]);
       }
     }
-    if constexpr (is_three_tf32) add_pieces(O, 4 * group, high), add_pieces(O, 4 * group, low);
+    if constexpr (is_three_tf32) add_pieces(O, 4 * group, high);
+    if constexpr (is_three_tf32 && is_apart) add_pieces(O, 4 * group, low);
   }
 }
 

@@ -53,14 +53,14 @@ DEVICE void move_maximum(Fragment<tile_kv>& S, RowState& state, Fragment<n_cols>
     top[r] = S.of_row(r, 0, 0);
 #pragma unroll
     for (int c = 0; c < S.n; ++c) top[r] = largest(top[r], largest(S.of_row(r, c, 0), S.of_row(r, c, 1)));
-    top[r] = top[r] * late_scale + HEADROOM;
-    moves |= top[r] > state.m[r] + LAZY_LOG2;   // from -inf too; never to -inf
+    top[r] *= late_scale;
+    moves |= top[r] > state.m[r] + (LAZY_LOG2 - HEADROOM);   // from -inf too; never to -inf
   }
   if (any(moves)) {
     float shrink[n_rows];
 #pragma unroll
     for (int r = 0; r < n_rows; ++r) {
-      const float m = largest(state.m[r], max_over_lanes<3>(top[r]));
+      const float m = largest(state.m[r], max_over_lanes<3>(top[r]) + HEADROOM);
       shrink[r] = rescaling(state.m[r], finite_max(m));
       state.m[r] = m;
       state.l[r] *= shrink[r];
