@@ -120,14 +120,13 @@ struct Consumer : ConsumerParts {
 #pragma unroll 1
     for (j0 = any_tile ? announced() : NO_TILE; j0 != NO_TILE; j0 = announced())
       step<Tests::asked>(seq, i0, j0);
-    barrier_sync(1 + group, 128);   // all have seen the stage that said so, and may not lag
-    release_K();
+    release_K();   // of the stage that said so
     release_Q();
     if (any_tile) last_step();
   }
   DEVICE i32 announced() {
     K_at.wait_full(smem.K_full);   // the stage's j0 is there
-    return smem.j0(0, K_at.stage);
+    return shfl(lane == 0 ? smem.j0(0, K_at.stage) : 0, 0);   // who reads it gives the stage back
   }
 
   // S of a query tile's first key tile -> weights.

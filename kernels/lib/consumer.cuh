@@ -29,6 +29,7 @@ struct ConsumerParts {
   Range plain;              // tiles that all 64 rows see as a whole
 
   DEVICE bool leads() const { return thread == 0; }
+  DEVICE bool releases_K() const { return asks_blocks || (has_block_mask ? lane == 0 : leads()); }
 
   // Of a tile that these rows do not see.
   DEVICE void skip_K() {
@@ -42,7 +43,7 @@ struct ConsumerParts {
     release_V();
   }
   DEVICE void release_K() {
-    if (leads()) mbarrier_arrive(smem.K_empty.address(0, K_at.stage));
+    if (releases_K()) mbarrier_arrive(smem.K_empty.address(0, K_at.stage));
     K_at.next();
   }
   DEVICE void release_V() {
@@ -96,10 +97,7 @@ struct ConsumerParts {
     const bool is_plain = plain.begin * tile_kv <= j0 && j0 < plain.end * tile_kv;
     if (tests == Tests::none || (tests == Tests::asked && is_plain)) modify<false>(seq, row0, j0, S);
     else modify<true>(seq, row0, j0, S);
-    if constexpr (asks_blocks) {
-      barrier_sync(1 + group, 128);   // everyone has asked for the stage's kept blocks
-      release_K();
-    }
+    if constexpr (asks_blocks) release_K();   // of the stage's kept blocks too
   }
   // S -> weights, with a look for the maximum; shrink: of what was summed before.
   DEVICE void soften(i32 i0, i32 j0, Fragment<tile_kv>& S, acc (&shrink)[n_rows]) {

@@ -25,6 +25,8 @@ struct alignas(16) KeyTiles {
 };
 
 constexpr int n_announcers = plans ? n_groups : 1;   // lanes: each writes for a consumer
+// Threads that read what a stage of K says of blocks, and so give it back; without a block mask one of a group.
+constexpr int n_readers = asks_blocks ? n_threads : has_block_mask ? n_warps : n_groups;
 constexpr int MAY_PLAN = 1 + n_groups;   // a barrier's number: the planner may take the next query tile
 
 using OTile = PanelTile<tile_q, head_dim_v_tile>;
@@ -71,7 +73,7 @@ DEVICE void init_barriers(Smem& smem) {
   for (int s = 0; s < n_stages; ++s) {
     mbarrier_init(smem.K_full.address(0, s), asks_blocks ? 32 : 1);   // lanes that write kept blocks
     mbarrier_init(smem.V_full.address(0, s), 1);
-    mbarrier_init(smem.K_empty.address(0, s), n_groups);
+    mbarrier_init(smem.K_empty.address(0, s), n_readers);
     mbarrier_init(smem.V_empty.address(0, s), n_groups);
   }
 #pragma unroll

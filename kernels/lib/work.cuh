@@ -8,8 +8,9 @@
 #include "positions.cuh"
 
 constexpr bool tiles_shrink = causal && !has_window;   // towards a head's first row
-// Of K and V: what a wave of blocks reads of heads of 512 keys; where tiles shrink, two heads of 8,192.
-constexpr u32 SECTION_BYTES = (tiles_shrink ? 16 : 8) << 20;
+constexpr u32 SECTION_BYTES = 8 << 20;   // of K and V: what a wave of blocks reads of heads of 512 keys
+// Where tiles shrink, a section that ends with 4 heads or more balances better:
+constexpr u32 SHRINKING_BYTES = 16 << 20, SHORT_HEAD = 8;   // from that many tiles a head on
 constexpr u32 HELD = 4, LONG_HEAD = 32;  // of that many tiles or more the first 1 / HELD come last,
 constexpr u32 HELD_BYTES = 128u << 20;   // in sections of their own: they read a part of K and V alone
 
@@ -41,7 +42,7 @@ template <class T> DEVICE Work work_of(const Args& args, u32 x, i32 tile_rows) {
   const u32 heads = static_cast<u32>(args.heads), all = heads * static_cast<u32>(args.batch);
   const u32 n_tiles = static_cast<u32>(ceil_div(args.len_q, tile_rows));
   u32 rows = n_tiles, end = n_tiles;   // of a head, the last `rows` tiles before `end` are dealt out here
-  u32 section_bytes = SECTION_BYTES;
+  u32 section_bytes = tiles_shrink && n_tiles >= SHORT_HEAD ? SHRINKING_BYTES : SECTION_BYTES;
   if (tiles_shrink && n_tiles >= LONG_HEAD && args.len_k <= args.len_q) {
     const u32 held = n_tiles / HELD, others = all * (n_tiles - held);
     rows -= held;
