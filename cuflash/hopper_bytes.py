@@ -8,7 +8,7 @@ from __future__ import annotations
 from cuflash import cost
 from cuflash.problem import Problem
 from cuflash.row import ITEMSIZE, Params, n_slots
-from cuflash.rows_backward import dO_parts, tile_pairs
+from cuflash.rows_backward import dO_parts, queries_of, tile_pairs
 from cuflash.rows_forward import Traffic, is_data_dependent
 
 
@@ -39,16 +39,23 @@ def cluster_bytes(problem: Problem, p: Params, shares: int) -> Traffic:
     traffic = _around(problem, p, shares, blocks=2)
     half, dim = p["TILE_KV"] // 2, p["HEAD_DIM"]
     cols = 64 if dim == 128 else 128
-    k_numbers = 0
-    for start in range(0, problem.len_k, p["TILE_KV"]):
+    k_numbers = v_numbers = 0
+    tiles = range(0, problem.len_k, p["TILE_KV"])
+    for start in tiles:
+        begin, end = queries_of(problem, start, min(start + p["TILE_KV"], problem.len_k))
+        if begin >= end:  # keys that no query sees are not read
+            continue
         for rank in range(2):
             own, peer = (
                 min(max(problem.len_k - start - half * block, 0), half) for block in (rank, 1 - rank)
             )
             first = rank * (64 if dim == 192 else dim // 2)
+            v_numbers += own * problem.head_dim_v
             k_numbers += own * problem.head_dim + peer * min(max(problem.head_dim - first, 0), cols)
     n, size = problem.batch * problem.heads_k * shares, ITEMSIZE[problem.dtype]
-    v_numbers = problem.len_k * problem.head_dim_v
+    if not p["DETERMINISTIC"]:  # for each tile of keys a counter is asked, or found to be at its end
+        read, written = traffic["query_rows"]
+        traffic["query_rows"] = read + 4 * n * len(tiles), written + 4 * n * len(tiles)
     return traffic | {"k": (n * k_numbers * size, 0), "v": (n * v_numbers * size, 0)}
 
 

@@ -302,7 +302,8 @@ def consider(problem: Problem, device: Device, row: Row) -> Plan | Refusal:
         if step.resident is not None and step.resident(params):
             # Emulated blocks run one after another: none may wait for the turn of one that comes later.
             waits = problem.deterministic and device.kind != "cuda"
-            grid = (grid[0] if waits else min(grid[0], device.n_sms)), *grid[1:]
+            width = int(step.resident(params))
+            grid = (grid[0] if waits else min(grid[0], device.n_sms // width * width)), *grid[1:]
         if 0 in grid:
             continue
         if any(n > most for n, most in zip(grid, MAX_GRID, strict=True)):

@@ -189,7 +189,8 @@ class Step:
     threads: of a block; None means 32 x the tile's warps.  (More, where some warps only fetch.)
     uses: the parameters its source depends on; the others are passed as 0, so that a shared pass is built
     once and not once per row.  None: all of them.
-    resident: whether a block stays on its SM and walks many tiles: then there are no more blocks than SMs.
+    resident: blocks of a cluster that stay on their SMs and walk many tiles, 0: none do.  Then there are no
+    more blocks than SMs.
     maps: its kernel takes MappedArgs with these; steps of one row that map the same name share the map.
     fixed: parameters that are not the row's, such as the warps of a shared pass.
     overlaps: on sm_90 and later it may start before the step before it has ended (kernels/lib/dependent.cuh):
@@ -204,7 +205,7 @@ class Step:
     uses: tuple[str, ...] | None = None
     maps: tuple[Map, ...] = ()
     fixed: tuple[tuple[str, int], ...] = ()
-    resident: Callable[[Params], bool] | None = None
+    resident: Callable[[Params], int] | None = None
     overlaps: bool = False
 
     @property

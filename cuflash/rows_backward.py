@@ -244,7 +244,7 @@ def _tiled_smem(p: Params) -> int:
     )
 
 
-def _queries_of(problem: Problem, j0: int, j1: int) -> tuple[int, int]:
+def queries_of(problem: Problem, j0: int, j1: int) -> tuple[int, int]:
     """Queries [begin, end) that may see keys [j0, j1): = visible_queries of positions.cuh."""
     left, right = cost.bounds(problem)
     begin = 0 if right is None else min(max(j0 - offset_of(problem) - right, 0), problem.len_q)
@@ -259,7 +259,7 @@ def tile_pairs(problem: Problem, own: int, walked: int, by_keys: bool) -> Iterat
         length, other = other, length
     for start in range(0, length, own):
         stop = min(start + own, length)
-        begin, end = (_queries_of if by_keys else keys_of)(problem, start, stop)
+        begin, end = (queries_of if by_keys else keys_of)(problem, start, stop)
         if begin < end:
             begin = begin // walked * walked
             steps = ceil_div(end - begin, walked)

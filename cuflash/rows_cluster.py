@@ -64,6 +64,11 @@ def _grid(problem: Problem, p: Params) -> Grid:
     return _CLUSTER * _clusters(problem, p) * max(p["SPLIT"], 1), 1, 1
 
 
+def _stays(p: Params) -> int:
+    """A cluster takes one tile of keys after another, but in turn: = stays of cluster_block.cuh."""
+    return 0 if p["DETERMINISTIC"] else _CLUSTER
+
+
 def _own_keys(p: Params) -> int:
     return p["TILE_KV"] // _CLUSTER
 
@@ -95,10 +100,13 @@ def _smem(p: Params) -> int:
         (4, n_Q, queries),
         (4, 2, queries),
         (4, 8, 4),
+        (4, 1, 8),
+        (4, 4, 4),
         (4, 1, 4),
-        *2 * [(8, 1, 1)],
+        *4 * [(8, 1, 1)],
+        (8, 1, 4),
         *4 * [(8, 1, n_Q)],
-        *6 * [(8, 1, 2)],
+        *8 * [(8, 1, 2)],
         *3 * [(8, 1, n_dO)],
     )
     return round_up(round_up(kept, 1024) + tiles + others, 1024)
@@ -157,6 +165,7 @@ BWD_07 = Row(
                 Map("V", _own_keys),
                 Map("dO", _half_tile, when=dO_is_mapped),
             ),
+            resident=_stays,
             overlaps=True,
         ),
         CLOSE,

@@ -13,25 +13,28 @@
 //                  gradients dP^T = V dO^T, dS = P (dP - delta)        dK += dS^T Q     dS -> both blocks
 //                  both      dQ sums += dS K, one tile late: its columns are shared out among the four
 //                dK * scale, dV -> memory                (pass_query_tiles__close makes dQ of the sums)
-// Grid         x: rank + 2 * (tile of 128 keys + tiles * (sequence, key head)): clusters of one head run
-//              together, they read the same Q and dO
-//              Few clusters: n_splits of them share a key head's query heads and add to dK_sum and dV_sum.
-// Groups       0 (lib/cluster_loader.cuh): a warp loads; one makes zeros of rows that do not exist; two keep
-//              the turns of a deterministic backward      1 weights (lib/cluster_weights.cuh)
-//              2 gradients (lib/cluster_gradients.cuh)
+// Grid         x: rank + 2 * cluster, as many as there are SMs.  A cluster stays: its first tile of keys has
+//              its number, the next ones a counter in memory's.  Tiles of one head are taken together, they
+//              read the same Q and dO.  deterministic: a cluster per tile, which ends with it
+//              Few tiles: n_splits clusters share a key head's query heads and add to dK_sum and dV_sum.
+// Groups       0 (lib/cluster_loader.cuh): a warp loads Q and dO; one makes zeros of rows that do not exist;
+//              one chooses tiles of keys and loads them, or two keep the turns of a deterministic backward
+//              1 weights (lib/cluster_weights.cuh)      2 gradients (lib/cluster_gradients.cuh)
 // Shared       (lib/cluster_block.cuh) K, V [64, .] | K_peer [64, 128] | Q [2][64, .] | dO [N_STAGES][64, .]
-//              | dS [2][own, peer][64, 64] | P [2], as registers hold it | lse, delta | steps | barriers
+//              | dS [2][own, peer][64, 64] | P [2], as registers hold it | lse, delta | steps, tiles
+//              | barriers
 // Registers    per thread at 256: dV or dK 128, S or dP 32, dQ 32, P or dS packed 16; loader 24, groups 240
-//              No spills without options that change or sum scores; with them up to 1.6 KB, where all meet
+//              No spills without options that change or sum scores (deterministic at 256: 40 bytes, outside
+//              the products); with them up to 1.6 KB, where all meet
 // Bytes        per block: K, V, dK, dV once; half of Q and dO, an addition to half of dQ per query tile
 // Barriers     <operand>_full: landed.  Q_empty, dO_empty, dS_empty: both groups of both blocks have used it.
-//              S_read, dP_read: lse and the step, delta have been read.  P_full, P_empty, by number: between
-//              the groups.  may_add, added, announced: turns
+//              keys_empty: both groups of this block have.  S_read, dP_read: lse and the step, delta have
+//              been read.  P_full, P_empty: between the groups.  is_told, asked: between chooser and loader.
+//              may_add, added, announced: turns
+//              Where ordinary accesses are handed over every lane arrives, not one after warp_sync(): as
+//              fast, and what racecheck of compute-sanitizer follows.
 //              The cluster's barrier publishes nothing (relaxed): what blocks send each other has been waited
 //              for by mbarriers before they leave.
-//              S_read, dP_read: lane 0 arrives after warp_sync(), so what the other lanes read comes before
-//              the next copy of lse and delta.  compute-sanitizer does not follow that: racecheck names these
-//              reads and those copies, and nothing where every lane arrives
 // Tried        kernels/ATTEMPTS.md
 #include "lib/params.cuh"
 #include "lib/barrier.cuh"
@@ -47,44 +50,29 @@ static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes,
 CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedArgs args) {
   SHARED_MEMORY(Smem, smem);
   const int group = shfl(static_cast<int>(threadIdx.x) / 128, 0), thread = threadIdx.x % 128;
+  const int lane = thread % 32;
   if (threadIdx.x == 32) init_barriers(smem);
   cluster_arrive_relaxed();   // the barriers are ready
-  const Owner own = owner_of(args);
-  if (threadIdx.x == 32 && own.tile.exists) load_keys(args, smem, own);
-  if (!own.tile.exists) {   // in both blocks of the cluster
-    cluster_wait();
-    previous_kernel_wait();
-    return;
-  }
+  if (threadIdx.x == 32 && asks_early(args)) load_keys(args, smem, owner_of(args, blockIdx.x / 2));
 
   if (group == 0) {
     registers_shrink<24>();
-    const int lane = thread % 32;
     if (thread < 32) {
-      load_operands(args, smem, own, lane);
+      Loader{args, smem, lane, 0}.run();
     } else {
-      cluster_wait();   // as load_operands does
-      if (cleans_queries && thread < 64) clean_queries(smem, own.tile.seq, lane);
-      else if (deterministic && thread / 32 == 2) wait_for_turns(args, smem, own, lane);
-      else if (deterministic && thread / 32 == 3) announce_turns(args, smem, own, lane);
+      cluster_wait();   // as the loader does
+      if (cleans_queries && thread < 64) clean_queries(args, smem, lane);
+      else if (stays && thread / 32 == 2) Chooser{args, smem, lane}.run();
+      else if (deterministic && thread / 32 == 2) wait_for_turns(args, smem, lane);
+      else if (deterministic && thread / 32 == 3) announce_turns(args, smem, lane);
     }
     warp_sync();   // the warp is together
-    cluster_arrive_relaxed();
   } else {
     registers_grow<240>();
     cluster_wait();   // the barriers of both blocks are ready
-    wait_full(smem.K_full, 0);   // K has landed
-    if constexpr (cleans_keys) {
-      wait_full(smem.V_full, 0);   // V and the peer's keys have landed: nothing overwrites the zeros
-      const i32 end = own.tile.seq.len_k;
-      const auto rows = [&](i32 j0) { return clamp(end - j0, 0, own_keys); };
-      smem.K.clear_rows(rows(own.j0), threadIdx.x - 128, 256);
-      smem.K_peer.clear_rows(rows(own.tile.j0 + own_keys * (1 - own.rank)), threadIdx.x - 128, 256);
-      fence_async_shared();
-      barrier_sync(KEYS_ARE_CLEAN, 256);   // keys that do not exist are zeros, also to wgmma
-    }
-    if (group == 1) WeightsGroup(args, smem, own, thread).run();
-    else GradientsGroup(args, smem, own, thread).run();
+    if (group == 1) WeightsGroup(args, smem, thread).run();
+    else GradientsGroup(args, smem, thread).run();
   }
-  cluster_wait();   // nobody reaches into a block that has left
+  cluster_arrive_relaxed();   // all that the peer sends has arrived
+  cluster_wait();             // nobody reaches into a block that has left
 }

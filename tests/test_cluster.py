@@ -123,7 +123,7 @@ MANY = (2, 300, 700, 4, 2, 256, 256)  # of ten thousand launches
 
 def calls_on_a_gpu():
     for number, one in enumerate(COVERED):
-        yield from list_of_calls(2, seed=number, build=one, max_length=400, max_scores=2**16)
+        yield from list_of_calls(1, seed=number, build=one, max_length=400, max_scores=2**16)
 
 
 @pytest.fixture(scope="module")

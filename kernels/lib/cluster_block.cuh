@@ -44,11 +44,16 @@ struct alignas(16) Step {
   i32 place;   // of the sums of its dQ (lib/query_tiles.cuh)
   DEVICE bool exists() const { return flags & 1; }
   DEVICE bool is_last() const { return flags & 2; }
-  DEVICE bool tests() const { return flags & 4; }   // some pair may be hidden
+  DEVICE bool tests() const { return flags & 4; }       // some pair may be hidden
+  DEVICE bool is_second() const { return flags & 8; }   // of its tile of keys, or later
+  DEVICE bool is_third() const { return flags & 16; }   // or later
+  DEVICE u32 key_tile() const { return flags >> 5; }    // tiles of keys that the cluster has walked before
 };
 
 // dQ of a step is added two steps later: what the loader told is kept until both groups have passed that.
 constexpr int n_steps = 8;
+// Rank 0 is at most n_Q steps, so tiles, ahead of rank 1.
+constexpr int n_told = 4;
 
 struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   PanelTile<own_keys, head_dim_tile> K;
@@ -61,10 +66,14 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   Shared<float, n_Q, tile_q> lse;
   Shared<float, 2, tile_q> delta;
   Shared<i32, n_steps, 4> steps;
+  Shared<u32, 1, n_steps> tiles;   // of keys: its number, beside each step
+  Shared<i32, n_told, 4> told;     // rank 1: the next one's
   Shared<float, 1, 4> sums;   // of dalibi_slopes, a number per warp
-  Shared<u64, 1, 1> K_full, V_full;   // V_full: of V and K_peer
+  Shared<u64, 1, 1> K_full, V_full, keys_empty, asked;   // V_full: of V and K_peer
+  Shared<u64, 1, n_told> is_told;
   Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty, S_read;
   Shared<u64, 1, 2> dP_read, dS_full, dS_empty, may_add, added, announced;   // the last three: turns
+  Shared<u64, 1, n_P> P_full, P_empty;
   Shared<u64, 1, n_dO> dO_landed, dO_full, dO_empty;
 };
 // Rings: the n-th use of a stage.
@@ -90,29 +99,39 @@ struct Owner {
   i32 h_begin, h_end;   // query heads
 };
 
-// Asked for again at the end, because that is cheaper than to keep it (the compiler must not know: opaque).
-DEVICE Owner owner_of(const Args& args) {
+// In turn, blocks take the one tile of their number: who waits for another may not have to take its place.
+constexpr bool stays = !deterministic;
+constexpr u32 NO_KEYS = 0x7fffffff;
+DEVICE u32 tiles_of_a_part(const Args& args) {
+  return static_cast<u32>(n_slots(args, args.len_k, tile_kv)) * static_cast<u32>(args.heads_k);
+}
+
+// The owner of tile number n.  Asked for again at the end, because that is cheaper than to keep it (the
+// compiler must not know: opaque).
+DEVICE Owner owner_of(const Args& args, u32 n) {
   Owner own;
-  i64 x = opaque(static_cast<int>(blockIdx.x)) / 2, part = 0, slot;
-  const i64 group = args.heads / args.heads_k;
+  i64 slot;
+  u32 x = opaque(static_cast<int>(n)), part = 0;   // as the grid once counted: 32 bits are enough
+  const u32 group = static_cast<u32>(opaque(static_cast<int>(args.heads))) / static_cast<u32>(args.heads_k);
   if constexpr (is_split) {
-    const i64 n_clusters = n_slots(args, args.len_k, tile_kv) * args.heads_k;
-    part = x / n_clusters;
-    x %= n_clusters;
+    part = x / tiles_of_a_part(args);
+    x %= tiles_of_a_part(args);
   }
   own.tile = key_tile_along(args, x, slot);
-  constexpr i64 n_parts = is_split ? n_splits : 1;
-  own.h_begin = static_cast<i32>(own.tile.h * group + part * group / n_parts);
-  own.h_end = static_cast<i32>(own.tile.h * group + (part + 1) * group / n_parts);
+  constexpr u32 n_parts = is_split ? n_splits : 1;
+  const u32 h = static_cast<u32>(own.tile.h) * group;
+  own.h_begin = static_cast<i32>(h + part * group / n_parts);
+  own.h_end = static_cast<i32>(h + (part + 1) * group / n_parts);
   own.rank = static_cast<int>(cluster_rank());
   own.j0 = own.tile.j0 + own_keys * own.rank;
   return own;
 }
 
+// Of keys, of the n-th step.
+DEVICE u32 tile_of(Smem& smem, u32 n) { return stays ? shfl(smem.tiles(0, n % n_steps), 0) : blockIdx.x / 2; }
+
 // Barriers by number.
 constexpr int GRADIENTS = 1, KEYS_ARE_CLEAN = 2;
-DEVICE int P_full(u32 n) { return 3 + n % n_P; }    // group 1 arrives, group 2 waits
-DEVICE int P_empty(u32 n) { return 5 + n % n_P; }   // the reverse
 
 template <int n_slots> DEVICE void init(Shared<u64, 1, n_slots>& ring, u32 count) {
 #pragma unroll
@@ -121,13 +140,18 @@ template <int n_slots> DEVICE void init(Shared<u64, 1, n_slots>& ring, u32 count
 DEVICE void init_barriers(Smem& smem) {
   init(smem.K_full, 1);
   init(smem.V_full, 1);
-  init(smem.Q_landed, 1);
-  init(smem.Q_full, 1);
+  init(smem.keys_empty, 2);   // groups
+  init(smem.is_told, 1);
+  init(smem.asked, 32);
+  init(smem.Q_landed, asks_blocks ? 32 : 1);
+  init(smem.Q_full, cleans_queries || asks_blocks ? 32 : 1);
   init(smem.Q_empty, 4);   // two groups in two blocks
-  init(smem.S_read, 4);    // warps
-  init(smem.dP_read, 4);   // warps
+  init(smem.S_read, 128);
+  init(smem.dP_read, 128);
+  init(smem.P_full, 128);
+  init(smem.P_empty, 128);
   init(smem.dO_landed, 1);
-  init(smem.dO_full, 1);
+  init(smem.dO_full, cleans_queries ? 32 : 1);
   init(smem.dO_empty, 4);   // groups
   init(smem.dS_full, 1);
   init(smem.dS_empty, 4);   // groups

@@ -8,9 +8,9 @@ constexpr int SLOT_DBIAS = 1;    // workspace: acc [batch, heads, len_k], dbias 
 struct GradientsGroup {
   const MappedArgs& args;
   Smem& smem;
-  const Owner& own;
+  Owner own = {};
   const int thread, lane;
-  const i32 j;                // the lane's keys: j, j + 8
+  i32 j;                      // the lane's keys: j, j + 8
   DqShare share;
   Step step;                  // of the newest dP
   HeadRules rules = {};
@@ -20,35 +20,42 @@ struct GradientsGroup {
   u32 V[held_V + 1][4];
   Words dS;                   // the A operand of dK
 
-  DEVICE GradientsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
-      : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
-        j(own.j0 + thread / 32 * 16 + thread % 32 / 4),
-        share(args, smem, own, first_gradients_col(own.rank), thread) {}
+  DEVICE GradientsGroup(const MappedArgs& args, Smem& smem, int thread)
+      : args(args), smem(smem), thread(thread), lane(thread % 32), j(0),
+        share(args, smem, first_gradients_col(cluster_rank()), thread) {}
 
   DEVICE void run() {
+    u32 n = 0;
+    for (read_step(0); step.exists(); read_step(++n)) walk_tile(n);
+    if (n == 0) return;
+    // What the peer's groups say of the last dS has arrived: nothing reaches into a block that has left.
+    wait_empty(smem.dS_empty, n);
+    wait_empty(smem.dS_empty, n + 1);
+  }
+
+  // A tile of keys, from its first step n on, to its last.
+  DEVICE void walk_tile(u32& n) {
+    own = owner_of(args, tile_of(smem, n));
+    j = own.j0 + thread / 32 * 16 + lane / 4;
+    const u32 key_tile = stays ? shfl(step.key_tile(), 0) : 0;
+    take_keys(args, smem, own, key_tile);
+    wait_full(smem.V_full, key_tile);   // V, K_peer
+    hold(V, held_V, smem.V, thread);
 #pragma unroll
     for (int d = 0; d < head_dim_tile / 2; ++d) dK[d] = 0;
-    wait_full(smem.V_full, 0);   // V, K_peer
-    hold(V, held_V, smem.V, thread);
-    read_step(0);
-    u32 n = 0;
-    if (step.exists()) {
-      ask_dP(dP, 0);
-      wgmma_wait<0>();   // dP
-      if (!step.is_last()) go_on<true>(n++);
-#pragma unroll 1
-      while (!step.is_last()) go_on<false>(n++);
+    float next[n_scores];   // new in every tile, as in every step
+    ask_dP(next, n);
+    wgmma_wait<0>();   // dP
+#pragma unroll
+    for (int at = 0; at < n_scores; ++at) dP[at] = next[at];
+    if (step.is_last()) {   // apart: the compiler then moves no sums while products run
       finish(n);
-      if constexpr (is_exact) leave_head();
-      share.start(dQ, n);
-      cluster_arrive_relaxed();   // all that the peer's groups send has arrived
-      store_keys(args, dK, static_cast<float>(args.scale), args.dK, args.dK_sum, args.head_dim, thread);
-      wgmma_wait<0>();   // dQ
-      share.add(dQ, n);
-    } else {
-      cluster_arrive_relaxed();
-      store_keys(args, dK, static_cast<float>(args.scale), args.dK, args.dK_sum, args.head_dim, thread);
+      return;
     }
+    go_on<true>(n++);
+#pragma unroll 1
+    while (!step.is_last()) go_on<false>(n++);
+    finish(n);
   }
 
   DEVICE void read_step(u32 n) {
@@ -74,7 +81,7 @@ struct GradientsGroup {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dP[4 * c + e] -= delta.item[e % 2];
     }
-    barrier_sync(P_full(n), 256);   // the other group has written P
+    wait_full(smem.P_full, n);   // the other group has written P
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const Vec16<u32> packed = smem.P.as<Vec16<u32>>((n % 2 * 4 + k) * 128 + thread, 0);
@@ -103,7 +110,7 @@ struct GradientsGroup {
     KeptWeights kept = {};
     if constexpr (has_dropout) kept = kept_weights_of(rules.dropout, step.i0, j, lane);
     float weights[n_scores], slopes[n_scores];
-    barrier_sync(P_full(n), 256);   // the other group has written P
+    wait_full(smem.P_full, n);   // the other group has written P
     take(smem, weights, 0, thread);
     if constexpr (has_softcap) take(smem, slopes, 8, thread);
     const int row = n % 2;
@@ -151,9 +158,8 @@ struct GradientsGroup {
     if (thread == 0) arrive_at_both(smem.dO_empty, dO_use(n));   // dP is complete
     if constexpr (is_exact) differentiate_exactly(n);
     else differentiate(n);
-    barrier_arrive(P_empty(n), 256);   // P is read
-    warp_sync();                       // the warp has read delta
-    if (lane == 0) mbarrier_arrive(at(smem.dP_read, n));
+    mbarrier_arrive(at(smem.P_empty, n));   // P is read
+    mbarrier_arrive(at(smem.dP_read, n));   // delta is read
     wait_empty(smem.dS_empty, n);   // dQ of step n - 2 is complete in both blocks
     PanelTile<own_keys, tile_q>& mine = smem.dS[n % 2][0];
 #pragma unroll
@@ -173,7 +179,7 @@ struct GradientsGroup {
   template <bool is_first> DEVICE void go_on(u32 n) {
     make_dS(n);
     add_product(dK, dS, smem.Q[n % n_Q]);
-    if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
+    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2);
     if constexpr (is_first) {
       wgmma_wait<0>();   // dK has read Q and dS
     } else {
@@ -200,11 +206,20 @@ struct GradientsGroup {
     add_product(dK, dS, smem.Q[n % n_Q]);
     wgmma_wait<0>();   // dK
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
-    if (!is_exact && n > 1) share.add(dQ, n - 2);
-    if (n > 0) {
+    if (!is_exact && step.is_third()) share.add(dQ, n - 2);
+    if (step.is_second()) {
       share.start(dQ, n - 1);
-      wgmma_wait<0>();   // dQ
+      wgmma_wait<0>();   // dQ has read dS
+      if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
       share.add(dQ, n - 1);
     }
+    if constexpr (is_exact) leave_head();
+    rules_h = -1;
+    share.start(dQ, n);
+    wgmma_wait<0>();   // dQ
+    share.release(n);
+    store_keys(args, tile_of(smem, n), dK, static_cast<float>(args.scale), args.dK, args.dK_sum,
+               args.head_dim, thread);
+    share.add(dQ, n);
   }
 };

@@ -52,9 +52,9 @@ struct DqShare {
   i32 step, step_peer;   // from K's descriptor, K_peer's, to that of the columns: 16 bytes
   i32 first;             // dQ_index of this lane's first numbers in place 0
 
-  DEVICE DqShare(const Args& args, Smem& smem, const Owner& own, int first_col, int thread)
+  DEVICE DqShare(const Args& args, Smem& smem, int first_col, int thread)
       : args(args), smem(smem) {
-    const int peer_col = first_col - first_peer_col(own.rank);
+    const int peer_col = first_col - first_peer_col(cluster_rank());
     step = (first_col / 64 * smem.K.panel_bytes + first_col % 64 * 2) / 16;
     step_peer = (peer_col / 64 * smem.K_peer.panel_bytes + peer_col % 64 * 2) / 16;
     first = static_cast<i32>(dQ_index(0, thread / 32, first_col / 8, thread % 32));
@@ -72,6 +72,12 @@ struct DqShare {
       wgmma<elem, 1, 1>(dQ, dS.at(k * k16), k < 4 ? K.at(k * k16) : K_peer.at((k - 4) * k16), k > 0);
     wgmma_commit();
   }
+  // dQ of the n-th step, the last of a tile of keys, is complete: dS and the keys may be overwritten.
+  DEVICE void release(u32 n) {
+    if (threadIdx.x % 128 != 0) return;
+    arrive_at_both(smem.dS_empty, n);
+    mbarrier_arrive(at(smem.keys_empty, 0));
+  }
   // The sums += dQ of the n-th step.
   template <int size> DEVICE void add(const float (&dQ)[size], u32 n) {
     const Global<float> sums(args.workspace[SLOT_DQ]);
@@ -88,11 +94,25 @@ struct DqShare {
   }
 };
 
+// The n-th tile of keys of a cluster has landed: K, and where rows may not exist all of it, with zeros there.
+DEVICE void take_keys(const Args& args, Smem& smem, const Owner& own, u32 n) {
+  wait_full(smem.K_full, n);   // K has landed
+  if constexpr (cleans_keys) {
+    wait_full(smem.V_full, n);   // V and the peer's keys have landed: nothing overwrites the zeros
+    const i32 end = own.tile.seq.len_k;
+    const auto rows = [&](i32 j0) { return clamp(end - j0, 0, own_keys); };
+    smem.K.clear_rows(rows(own.j0), threadIdx.x - 128, 256);
+    smem.K_peer.clear_rows(rows(own.tile.j0 + own_keys * (1 - own.rank)), threadIdx.x - 128, 256);
+    fence_async_shared();
+    barrier_sync(KEYS_ARE_CLEAN, 256);   // keys that do not exist are zeros, also to wgmma
+  }
+}
+
 // target = sum * factor, the rows of the block's keys; or total += sum, where clusters share them.
 template <int n>
-DEVICE void store_keys(const Args& args, const float (&sum)[n], float factor, const Tensor& target,
+DEVICE void store_keys(const Args& args, u32 tile, const float (&sum)[n], float factor, const Tensor& target,
                        const Tensor& total, i64 dim, int thread) {
-  const Owner own = owner_of(args);
+  const Owner own = owner_of(args, tile);
   const Sequence& seq = own.tile.seq;
   const int row0 = thread / 32 * 16, lane = thread % 32;
   const auto rows_of = [&](const Tensor& tensor, i32 end) {

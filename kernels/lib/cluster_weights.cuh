@@ -7,10 +7,10 @@ constexpr bool fetches_early = has_room;   // lse, while products run
 struct WeightsGroup {
   const MappedArgs& args;
   Smem& smem;
-  const Owner& own;
+  Owner own = {};
   const int thread, lane;
-  const i32 j;                // the lane's keys: j, j + 8
-  const Walk blocks;          // says where the cluster's blocks of keys begin
+  i32 j;                      // the lane's keys: j, j + 8
+  Walk blocks;                // says where the cluster's blocks of keys begin
   DqShare share;
   Step step;                  // of the newest S
   float scale_log2;           // made once: it is a product of doubles
@@ -18,42 +18,41 @@ struct WeightsGroup {
   u32 K[held_K + 1][4];
   Words P;                    // the A operand of dV
 
-  DEVICE WeightsGroup(const MappedArgs& args, Smem& smem, const Owner& own, int thread)
-      : args(args), smem(smem), own(own), thread(thread), lane(thread % 32),
-        j(own.j0 + thread / 32 * 16 + thread % 32 / 4),
-        blocks(args.blocks_of_key, 0, 0, own.tile.j0, own.tile.j0, 0, thread % 32),
-        share(args, smem, own, first_weights_col(own.rank), thread) {}
+  DEVICE WeightsGroup(const MappedArgs& args, Smem& smem, int thread)
+      : args(args), smem(smem), thread(thread), lane(thread % 32), j(0),
+        blocks(args.blocks_of_key, 0, 0, 0, 0, 0, thread % 32),
+        share(args, smem, first_weights_col(cluster_rank()), thread) {}
 
   DEVICE void run() {
+    scale_log2 = head_rules_of(args, sequence_of(args, 0), 0).scoring.scale_log2;
+    pin(scale_log2);
+    u32 n = 0;
+    for (read_step(0); step.exists(); read_step(++n)) walk_tile(n);
+  }
+
+  // A tile of keys, from its first step n on, to its last.
+  DEVICE void walk_tile(u32& n) {
+    own = owner_of(args, tile_of(smem, n));
+    j = own.j0 + thread / 32 * 16 + lane / 4;
+    if constexpr (has_block_mask) blocks = Walk(args.blocks_of_key, 0, 0, own.tile.j0, own.tile.j0, 0, lane);
+    const u32 key_tile = stays ? shfl(step.key_tile(), 0) : 0;
+    take_keys(args, smem, own, key_tile);
+    hold(K, held_K, smem.K, thread);
 #pragma unroll
     for (int d = 0; d < head_dim_v_tile / 2; ++d) dV[d] = 0;
-    u32 n = 0;
-    scale_log2 = head_rules_of(args, own.tile.seq, 0).scoring.scale_log2;
-    pin(scale_log2);
-    hold(K, held_K, smem.K, thread);
-    read_step(0);
-    if (step.exists()) {
-      float S[n_scores];
-      product(S, smem.K, K, held_K, smem.Q[0]);
-      wgmma_wait<0>();   // S
-      make_P(S, 0, smem.lse, 0);
-      wait_full(smem.V_full, 0);   // K_peer
-      if (!step.is_last()) go_on<true>(n++);
-#pragma unroll 1
-      while (!step.is_last()) go_on<false>(n++);
+    float S[n_scores];
+    product(S, smem.K, K, held_K, smem.Q[n % n_Q]);
+    wgmma_wait<0>();   // S
+    make_P(S, n, smem.lse, n % n_Q);
+    wait_full(smem.V_full, key_tile);   // K_peer
+    if (step.is_last()) {   // apart: the compiler then moves no sums while products run
       finish(n);
-      share.start(dQ, n);
-      cluster_arrive_relaxed();   // all that the peer's groups send has arrived
-      store_keys(args, dV, 1, args.dV, args.dV_sum, args.head_dim_v, thread);
-      wgmma_wait<0>();   // dQ
-      share.add(dQ, n);
-      // The other group's last arrivals, which nobody has waited for.
-      if (n + 1 >= n_P) barrier_sync(P_empty(n + 1), 256);
-      if (n_P == 2) barrier_sync(P_empty(n), 256);
-    } else {
-      cluster_arrive_relaxed();
-      store_keys(args, dV, 1, args.dV, args.dV_sum, args.head_dim_v, thread);
+      return;
     }
+    go_on<true>(n++);
+#pragma unroll 1
+    while (!step.is_last()) go_on<false>(n++);
+    finish(n);
   }
 
   DEVICE void read_step(u32 n) {
@@ -82,7 +81,7 @@ struct WeightsGroup {
       make_weights<true>(args, rules, S, slopes, lse, row, step.i0, j, queries, lane, is_kept);
     } else make_weights<false>(args, rules, S, slopes, lse, row, step.i0, j, {}, lane, is_kept);
     if (thread == 0) arrive_at_both(smem.Q_empty, n);   // S is complete
-    if (n >= n_P) barrier_sync(P_empty(n), 256);   // the other group has read what this overwrites
+    wait_empty(smem.P_empty, n);   // the other group has read what this overwrites
     if constexpr (is_exact) {
       give(smem, S, 0, thread);
       if constexpr (has_softcap) give(smem, slopes, 8, thread);
@@ -95,16 +94,15 @@ struct WeightsGroup {
       for (int k = 0; k < 4; ++k)
         smem.P.as<Vec16<u32>>((n % 2 * 4 + k) * 128 + thread, 0) = {{P[k][0], P[k][1], P[k][2], P[k][3]}};
     }
-    barrier_arrive(P_full(n), 256);   // P is written
-    warp_sync();                      // the warp has read lse and the step
-    if (lane == 0) mbarrier_arrive(at(smem.S_read, n));
+    mbarrier_arrive(at(smem.P_full, n));   // P is written
+    mbarrier_arrive(at(smem.S_read, n));   // lse and the step are read
   }
 
   // Step n, whose P is made, and S and P of the next.
   template <bool is_first> DEVICE void go_on(u32 n) {
     wait_dO(n);
     add_product(dV, P, smem.dO[n % n_dO]);
-    if (!is_exact && !is_first && n > 1) share.add(dQ, n - 2);
+    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2);
     read_step(n + 1);
     float S[n_scores];   // new in every step: the compiler need not carry it from one to the next
     product(S, smem.K, K, held_K, smem.Q[(n + 1) % n_Q]);
@@ -133,13 +131,19 @@ struct WeightsGroup {
   DEVICE void finish(u32 n) {
     wait_dO(n);
     add_product(dV, P, smem.dO[n % n_dO]);
-    if (!is_exact && n > 1) share.add(dQ, n - 2);
+    if (!is_exact && step.is_third()) share.add(dQ, n - 2);
     wgmma_wait<0>();   // dV
     if (thread == 0) arrive_at_both(smem.dO_empty, dO_use(n));
-    if (n > 0) {
+    if (step.is_second()) {
       share.start(dQ, n - 1);
-      wgmma_wait<0>();   // dQ
+      wgmma_wait<0>();   // dQ has read dS
+      if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
       share.add(dQ, n - 1);
     }
+    share.start(dQ, n);
+    wgmma_wait<0>();   // dQ
+    share.release(n);
+    store_keys(args, tile_of(smem, n), dV, 1, args.dV, args.dV_sum, args.head_dim_v, thread);
+    share.add(dQ, n);
   }
 };
