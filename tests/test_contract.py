@@ -202,6 +202,17 @@ def test_a_key_hidden_by_position_gets_nothing_from_rows_of_nan(row):
     assert np.isnan(gradients.dk[0, :3]).all()
 
 
+@pytest.mark.parametrize(
+    "row", [None, *rows.BACKWARD], ids=lambda row: getattr(row, "name", "numpy") if row else "numpy"
+)
+def test_keys_without_query_heads_get_no_gradient(row):
+    dtype = np.float32 if row is None or "float32" in row.dtypes else np.float16
+    q, k = np.zeros((2, 3, 0, 16), dtype), np.ones((2, 5, 3, 16), dtype)
+    lse, kernel = np.zeros((2, 0, 3), np.float32), None if row is None else row.name
+    gradients = cuflash.attention_backward(q, q, k, k, q, lse, kernel=kernel)
+    assert (gradients.dk == 0).all() and (gradients.dv == 0).all() and gradients.dq.shape == q.shape
+
+
 # ---- a bias or mask that does not reach the longest sequence, which only lengths on a device allow
 
 

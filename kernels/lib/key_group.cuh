@@ -61,7 +61,7 @@ DEVICE Own own_of(const Args& args, u32 x) {
   Own own = {};
   const u32 heads_k = static_cast<u32>(args.heads_k), group = static_cast<u32>(args.heads) / heads_k;
   const u32 n_blocks = static_cast<u32>(n_slots(args, args.len_k, tile_kv)) * heads_k, part = x / n_blocks;
-  const u32 parts = deterministic ? 1 : clamp(enough_blocks / n_blocks, 1u, group);
+  const u32 parts = deterministic ? 1 : largest(1u, smallest(enough_blocks / n_blocks, group));
   own.j0 = NO_WORK;
   if (part >= parts) return own;
   i64 slot = 0;
