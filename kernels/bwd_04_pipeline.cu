@@ -25,7 +25,13 @@
 // Shared       in 16 bits, chunks permuted: K, V [TILE_KV, .] | Q, dO [2][TILE_Q, .] | dS^T and, unless it
 //              stays in registers, P^T [TILE_KV, TILE_Q]; lse, delta [2][TILE_Q] in float32
 // Registers    per thread: dK, dV 2 TILE_KV HEAD_DIM / n_threads floats, S and dP STEP_Q TILE_KV / n_threads.
-//              No spills without options
+//              No spills without options, but 128 bytes on sm_120 at 256
+// Built        bfloat16, causal, NVRTC 12.9: registers of a thread, KB of shared memory, by head_dim
+//                        64         96         128        192        256
+//              sm_80     251  81    240 129    254 161    200 112    237 144
+//              sm_89     236  97    158  80    158  80    230  80    235  66
+//              sm_90     249  81    252 109    255 113    252 217    254 225
+//              sm_120    236  97    165  80    165  80    230  80    253  66
 // Bytes        per block: K, V, dK, dV once; Q, dO, lse, delta and dQ_tiles (an addition) per query tile
 // Barriers     2 a tile: "the tile is there, and everyone has used the one before", "P and dS are there";
 //              1 of pairs of warps where they trade (lib/shares.cuh)
@@ -40,8 +46,8 @@
 constexpr int step_q = 2 * tile_kv * tile_q / n_threads > 64 ? tile_q / 2 : tile_q;
 // Of S^T or dP^T, by half of the warps: see Trade.  It pays where products are long and shares small.
 using OfHalf = Share<tile_kv, step_q, n_warps / 2>;
-constexpr bool trades = OfHalf::n % 4 == 0 && OfHalf::row_blocks * OfHalf::n <= 12 &&
-                        head_dim_tile + head_dim_v_tile >= 256;
+constexpr bool trades = (OfHalf::n % 4 == 0 || (OfHalf::n == 2 && is_same<elem, float>)) &&
+                        OfHalf::row_blocks * OfHalf::n <= 12 && head_dim_tile + head_dim_v_tile >= 256;
 using OfScores = Share<tile_kv, step_q, n_warps,
                        trades ? 2 * OfHalf::across : warps_across(tile_kv, step_q, n_warps)>;   // S^T, dP^T
 constexpr bool keeps_P = sizeof(elem) == 2 && OfScores::across == 1 && OfK::across == 1 && OfV::across == 1;

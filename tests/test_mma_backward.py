@@ -1,5 +1,7 @@
 """bwd_03_mma and bwd_04_pipeline: results, traffic and order on a CPU, registers without a GPU."""
 
+import re
+
 import numpy as np
 import pytest
 from close import Judge
@@ -7,7 +9,7 @@ from problems import Build, Call, list_of_calls
 from test_backward_kernels import draw, modelled, moved, run, same_bits
 
 import cuflash
-from cuflash import checks, emulator, rows, rows_mma_backward
+from cuflash import build, checks, emulator, rows, rows_mma_backward
 from cuflash.cases import cases
 from cuflash.row import CLASSES
 
@@ -190,6 +192,26 @@ def test_tiles_of_the_pipeline_do_not_spill(arch, head_dim):
     for causal in (False, True):
         found, used = resources("bwd_04_pipeline", arch, head_dim, causal=causal)
         assert used.spill_stores + used.spill_loads == 0, found.tile
+
+
+def built():
+    """The table of the header: arch, then registers and KB of shared memory for each head_dim."""
+    head = (build.kernels_directory() / "bwd_04_pipeline.cu").read_text().split("#include")[0]
+    rows = re.findall(r"^// +(sm_\d+) +([\d ]+)$", head, re.M)
+    assert len(rows) == 4
+    return [(arch, [int(x) for x in line.split()]) for arch, line in rows]
+
+
+@pytest.mark.parametrize("arch, numbers", built())
+def test_registers_and_bytes_are_those_of_the_header(arch, numbers):
+    """Exactly with the compiler that it names; another may take a few registers more."""
+    known = build.nvrtc_version() == (12, 9)
+    for n, head_dim in enumerate((64, 96, 128, 192, 256)):
+        found, used = resources("bwd_04_pipeline", arch, head_dim, causal=True)
+        registers, kilobytes = numbers[2 * n : 2 * n + 2]
+        assert used.registers == registers if known else used.registers <= 255
+        assert found.smem_bytes // 1024 == kilobytes
+        assert used.spill_stores + used.spill_loads <= found.tile.spills
 
 
 def in_full(value):

@@ -163,26 +163,32 @@ DEVICE void multiply_columns(Result& result, TileA& A, TileB& B, int d0, int war
 }
 
 // Where the shares of S^T and dP^T would be small, half of the warps makes S^T and the other half dP^T, in
-// shares twice as wide, and pairs of warps trade: of 32 columns each keeps 16 and gets the other's same 16.
+// shares twice as wide, and pairs of warps trade: of 32 columns each keeps 16 and gets the other's same 16 (of
+// 16 columns, where there are no more, 8).
 template <class Half> struct Trade {
   static constexpr int n_given = Half::row_blocks * Half::n / 2;
+  static constexpr int turn = Half::n == 2 ? 1 : 2;   // neighbouring pieces that stay together
+  static_assert(Half::n % 4 == 0 || Half::n == 2, "Trade: columns that have two halves");
+  // Piece c of those that stay with the product's own warp; the one `turn` further goes to its partner.
+  DEVICE static constexpr int own_piece(int c) { return c / turn * 2 * turn + c % turn; }
   Shared<float, n_warps * n_given, 128> pieces;
 
   // The share of a warp after the trade, among all.
   DEVICE static int place(int warp) {
     const int half_warp = warp % (n_warps / 2), is_second = warp / (n_warps / 2);
+    if constexpr (Half::n == 2) return half_warp * 2 + is_second;   // the halves lie side by side
     return (half_warp / Half::across * 2 + is_second) * Half::across + half_warp % Half::across;
   }
   // S, dP <- the columns that stay here, of the warp's own product and of its partner's.
   template <class Part> DEVICE void operator()(Half& mine, Part& S, Part& dP, int warp, int lane) {
-    static_assert(Half::n % 4 == 0 && 2 * Part::n == Half::n, "Trade: 32 columns, and half of them");
+    static_assert(2 * Part::n == Half::n, "Trade: half of the columns");
     const bool makes_dP = warp >= n_warps / 2;
     const int from = (warp + n_warps / 2) % n_warps;
 #pragma unroll
     for (int a = 0; a < Part::row_blocks; ++a)
 #pragma unroll
       for (int c = 0; c < Part::n; ++c) {
-        const int first = c / 2 * 4 + c % 2, second = first + 2;   // pieces of the two halves
+        const int first = own_piece(c), second = first + turn;
         Vec16<float> piece;
 #pragma unroll
         for (int e = 0; e < 4; ++e) piece.item[e] = makes_dP ? mine.at[a][first][e] : mine.at[a][second][e];
@@ -193,7 +199,7 @@ template <class Half> struct Trade {
     for (int a = 0; a < Part::row_blocks; ++a)
 #pragma unroll
       for (int c = 0; c < Part::n; ++c) {
-        const int first = c / 2 * 4 + c % 2, second = first + 2;
+        const int first = own_piece(c), second = first + turn;
         const Vec16<float> piece =
             pieces.template as<Vec16<float>>(from * n_given + a * Part::n + c, lane * 4);
 #pragma unroll

@@ -63,6 +63,11 @@ DEVICE void request_tile(FloatTile<rows, cols>& tile, const void* data, const Ti
 
 constexpr u32 TF32_BITS = 0xffffe000u, TF32_HALF = 0x1000u;   // mma ignores the other bits
 
+// mma cuts what it ignores.  One product: numbers are first made larger by half a unit of their last bit,
+// within a third: numbers of 11 bits stay what they are, NaN and infinity too.
+constexpr float ROUND_UP = 1 + 1.f / 3072;
+DEVICE u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
+
 // x = high + low.  One product: high alone, rounded.  partner: what the other operand's low is multiplied by,
 // high itself; where x is not finite low and partner are 0, else infinity would meet a low of 0.
 template <int n> struct Parts {
@@ -70,57 +75,67 @@ template <int n> struct Parts {
   DEVICE explicit Parts(const u32 (&x)[n]) {
 #pragma unroll
     for (int e = 0; e < n; ++e) {
-      high[e] = x[e] + TF32_HALF;
+      const float value = __builtin_bit_cast(float, x[e]);
       if constexpr (is_three_products) {
-        const float value = __builtin_bit_cast(float, x[e]);
-        high[e] &= TF32_BITS;
-        low[e] = __builtin_bit_cast(u32, value - __builtin_bit_cast(float, high[e]));
+        high[e] = (x[e] + TF32_HALF) & TF32_BITS;
+        low[e] = bits_of(value - __builtin_bit_cast(float, high[e]));
         partner[e] = high[e];
         if constexpr (takes_infinity)
           if (!(value - value == 0)) low[e] = partner[e] = 0, high[e] = x[e];
+      } else {
+        high[e] = bits_of(value * ROUND_UP);
       }
     }
   }
 };
-DEVICE u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 
-// A sum under way, of n pieces of a share.  Of three products the small ones are summed apart, and the large
-// ones in chains.
-template <class Result, int n = Result::n> struct Chain {
-  float large[Result::row_blocks][n][4], small[Result::row_blocks][n][4];
-  DEVICE Chain() {
+// A sum under way, of n pieces of a share, `first` and those behind it.  One product: the share itself.  Of
+// three the small ones are summed apart, and the large ones in chains.
+template <class Result, int n = Result::n, bool in_parts = is_three_products> struct Chain {
+  Result& result;
+  const int first;
+  DEVICE Chain(Result& result, int first) : result(result), first(first) {}
+  DEVICE float (&large(int a, int c))[4] { return result.at[a][first + c]; }
+  DEVICE void flush(bool) {}
+};
+template <class Result, int n> struct Chain<Result, n, true> {
+  Result& result;
+  const int first;
+  float larges[Result::row_blocks][n][4], small[Result::row_blocks][n][4];
+  DEVICE Chain(Result& result, int first) : result(result), first(first) {
 #pragma unroll
     for (int a = 0; a < Result::row_blocks; ++a)
 #pragma unroll
       for (int c = 0; c < n; ++c)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) large[a][c][e] = small[a][c][e] = 0;
+        for (int e = 0; e < 4; ++e) larges[a][c][e] = small[a][c][e] = 0;
   }
-  // result += what has been summed, its pieces from `first` on; last: the small products too.
-  DEVICE void flush(Result& result, int first, bool is_last) {
+  DEVICE float (&large(int a, int c))[4] { return larges[a][c]; }
+  // result += what has been summed; last: the small products too.
+  DEVICE void flush(bool is_last) {
 #pragma unroll
     for (int a = 0; a < Result::row_blocks; ++a)
 #pragma unroll
       for (int c = 0; c < n; ++c)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (is_three_products && is_last) large[a][c][e] += small[a][c][e];
-          result.at[a][first + c][e] += large[a][c][e];
-          large[a][c][e] = 0;
+          if (is_last) larges[a][c][e] += small[a][c][e];
+          result.at[a][first + c][e] += larges[a][c][e];
+          larges[a][c][e] = 0;
         }
   }
 };
 constexpr int chain_steps = 4;   // of 8
 // Steps whose operands are under way at once: as many as there are registers for.
-constexpr bool is_tight = kept_floats > 64;   // dK and dV have taken them
+constexpr bool is_tight = is_three_products && kept_floats > 64;   // dK and dV have taken them
 constexpr int MANY_STEPS = takes_infinity || is_tight ? 2 : is_three_products ? 8 : 4;
 constexpr int FEW_STEPS = is_tight ? 1 : is_three_products ? 2 : 4;
 // Pieces of dK and dV at once: chains want as many registers again, twice.
 template <class Result>
-constexpr int n_at_once = !is_tight || !is_three_products   ? Result::n
-                          : Result::n % 4 == 0              ? Result::n / 4
-                          : Result::n % 2 == 0              ? Result::n / 2
-                                                            : Result::n;
+constexpr int n_at_once = !is_tight            ? Result::n
+                          : Result::n % 4 == 0 ? Result::n / 4
+                          : Result::n % 2 == 0 ? Result::n / 2
+                                               : Result::n;
 
 // Pieces of a chain, n of them from `first` on, times a step of 8: B has two numbers for each piece.
 template <int n, class Result, int in_chain>
@@ -137,7 +152,7 @@ DEVICE void multiply_parts(Chain<Result, in_chain>& chain, int first, const u32 
         mma_tf32_k8(small, a.low, b.partner[2 * c], b.partner[2 * c + 1]);
         mma_tf32_k8(small, a.partner, b.low[2 * c], b.low[2 * c + 1]);
       }
-      mma_tf32_k8(chain.large[block][first + c], a.high, b.high[2 * c], b.high[2 * c + 1]);
+      mma_tf32_k8(chain.large(block, first + c), a.high, b.high[2 * c], b.high[2 * c + 1]);
     }
   }
 }
@@ -171,7 +186,7 @@ DEVICE void multiply_rows(Result& result, FloatTile<rows_a, depth>& A, FloatTile
   const u32 a0 = address_of_A(A, Result::first_row(warp), lane);
   const int b_lane = Result::n == 1 ? lane % 16 : lane;   // ldmatrix_x2 reads 8 rows
   const u32 b0 = address_of_B(B, b_row0 + Result::first_col(warp), b_lane);
-  Chain<Result> chain;
+  Chain<Result> chain(result, 0);
 #pragma unroll MANY_STEPS
   for (int k = 0; k < depth / 8; ++k) {
     u32 a[Result::row_blocks][4];
@@ -187,9 +202,9 @@ DEVICE void multiply_rows(Result& result, FloatTile<rows_a, depth>& A, FloatTile
         multiply_parts<2>(chain, 2 * pair, a, b);
       }
     }
-    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(result, 0, false);
+    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(false);
   }
-  chain.flush(result, 0, true);
+  chain.flush(true);
 }
 
 template <class Result, int rows, int depth, int cols>
@@ -199,21 +214,21 @@ DEVICE void multiply(Result& result, FloatTile<rows, depth>& A, FloatTile<depth,
   const u32 a0 = address_of_A(A, Result::first_row(warp), lane);
 #pragma unroll
   for (int first = 0; first < Result::n; first += n) {
-    Chain<Result, n> chain;
+    Chain<Result, n> chain(result, first);
 #pragma unroll FEW_STEPS
     for (int k = 0; k < depth / 8; ++k) {
       u32 a[Result::row_blocks][4];
       load_A<Result>(a, A, a0, k);
       multiply_down(chain, first, a, B, 8 * k, 0, warp, lane);
     }
-    chain.flush(result, first, true);
+    chain.flush(true);
   }
 }
 
 template <class Result, int depth, int rows, int cols>
 DEVICE void multiply_columns(Result& result, FloatTile<depth, rows>& A, FloatTile<depth, cols>& B, int d0,
                              int warp, int lane) {
-  Chain<Result> chain;
+  Chain<Result> chain(result, 0);
 #pragma unroll MANY_STEPS
   for (int k = 0; k < depth / 8; ++k) {
     u32 a[Result::row_blocks][4];
@@ -226,9 +241,9 @@ DEVICE void multiply_columns(Result& result, FloatTile<depth, rows>& A, FloatTil
       a[block][3] = bits_of(A.number(row + 4, col + 8));
     }
     multiply_down(chain, 0, a, B, 8 * k, d0, warp, lane);
-    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(result, 0, false);
+    if (is_three_products && k % chain_steps == chain_steps - 1) chain.flush(false);
   }
-  chain.flush(result, 0, true);
+  chain.flush(true);
 }
 
 // tile[j][first + i] = part.  The caller synchronises.
