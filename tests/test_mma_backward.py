@@ -180,6 +180,20 @@ def test_tf32_is_one_product():
     assert 1e-5 < far["tf32"] < 2e-3 and far["float32"] < 2e-6
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000])
+def test_one_product_keeps_nan(bits):
+    """Whatever its bits; the first are those that a GPU makes."""
+    dout, q, k, v, *_ = draw((1, 70, 40, 1, 1, 64, 64), "float32", {})
+    out, lse = cuflash.reference.attention(q, k, v, return_lse=True)
+    dout[0, 3, 0, 5] = np.array(bits, np.uint32).view(np.float32)
+    saved = out.astype(np.float32), lse.astype(np.float32)
+    dq, dk, dv, *_ = cuflash.attention_backward(
+        dout, q, k, v, *saved, precision="tf32", kernel="bwd_04_pipeline"
+    )
+    assert np.isnan(dq[0, 3]).all() and np.isnan(dk).all()
+    assert np.array_equal(np.isnan(dv), np.broadcast_to(np.arange(64) == 5, dv.shape))
+
+
 def resources(row, arch, head_dim, dtype="bfloat16", **options):
     q = cuflash.spec((1, 256, 4, head_dim), dtype)
     found = cuflash.explain(q, q, q, backward=True, device=arch, kernel=row, **options)
