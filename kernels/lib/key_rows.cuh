@@ -101,11 +101,14 @@ template <class Walk> struct QueryWalk {
   }
 };
 
-constexpr u32 section_tiles = 256;   // of heads whose queries are to stay in the L2 cache together
+// Of heads whose queries, dO and sums of dQ are to stay in the L2 cache together: 64 tiles are 16 MB at
+// head_dim 256, whatever the length, 256 of head_dim 64 as much.
+constexpr u32 section_tiles = head_dim_tile > 128 ? 64 : 256;
 
 // The x-th key tile: tiles of a head side by side.  With causal the heaviest tiles of a section of heads come
-// first, so that light ones fill the end; where blocks take turns the last keys of a head do.  slot: its
-// number among all sequences' tiles, as pass_dalibi counts.
+// first, so that light ones fill the end; where blocks take turns the last keys do, and those whose turn is
+// after theirs come when most of it is over.  slot: its number among all sequences' tiles, as pass_dalibi
+// counts.
 DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
   KeyTile t = {};
   const u32 block = static_cast<u32>(x);   // of a grid: 32 bits are enough, and divided sooner
@@ -121,15 +124,14 @@ DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
     const u32 n_tiles = static_cast<u32>(ceil_div(args.len_k, tile_kv));
     const u32 heads_k = static_cast<u32>(args.heads_k);
     u32 head = block / n_tiles, tile = block % n_tiles;
-    if constexpr (deterministic) {
-      tile = n_tiles - 1 - tile;
-    } else if constexpr (causal) {
+    if constexpr (causal || deterministic) {
       const u32 all = heads_k * static_cast<u32>(args.batch);
       const u32 wide = smallest(largest(section_tiles / n_tiles, 1u), all);
       const u32 section = block / (wide * n_tiles), place = block - section * wide * n_tiles;
       const u32 here = smallest(wide, all - section * wide);   // the last one may be smaller
       tile = place / here;
       head = section * wide + place - tile * here;
+      if constexpr (deterministic) tile = n_tiles - 1 - tile;
     }
     t.h = head % heads_k;
     t.seq = sequence_of(args, head / heads_k);
