@@ -80,7 +80,7 @@ class Prepared:
         self._lse_place = self._place(_FIELDS["lse"])
         self._unread = self._address_of_unread()
         self._read = self._new if self._unread is None else [one for one in self._new if one[0] != "lse"]
-        self._shortest = self._is_shortest()
+        self._is_short = self._no_more_than_addresses()
         offset_of = {slot.name: offset for slot, offset in zip(plan.slots, plan.offsets, strict=True)}
         self._slots_at = self._places_of_slots()
         self._slots_at += [(self._place(_FIELDS[name]), offset_of[name]) for name in hosted]
@@ -111,14 +111,20 @@ class Prepared:
 
     __call__ = run
 
-    def out(self, q: Any, k: Any, v: Any) -> Any:
-        """run((q, k, v), lse=False)["out"], the shortest way: what a small call costs is its host's time."""
+    def results_of(self, qkv: tuple[Any, Any, Any], lse: bool) -> Any:
+        """out, or (out, lse), of run(qkv) by the shortest way: a small call takes what its host takes."""
         backend = self.backend
-        if not self._shortest or not backend.is_current() or log.isEnabledFor(logging.DEBUG):
-            return self.run((q, k, v), 0, None, False)["out"]
+        if not self._is_short or not backend.is_current() or log.isEnabledFor(logging.DEBUG):
+            found = self.run(qkv, 0, None, lse)
+            return (found["out"], found["lse"]) if lse else found["out"]
+        q, k, v = qkv
         (_, at_q), (_, at_k), (_, at_v) = self._inputs
-        ((_, at_out, shape, dtype),) = self._read
-        out = backend.empty(shape, dtype)
+        (_, at_out, shape, dtype), (_, at_lse, lse_shape, lse_dtype) = self._new
+        results = out = backend.empty(shape, dtype)
+        lse_address = self._unread
+        if lse:
+            results = out, (made := backend.empty(lse_shape, lse_dtype))
+            lse_address = made.data.ptr
         with self._lock:
             if (address := q.data.ptr) != at_q.address:
                 at_q.move(address)
@@ -128,16 +134,16 @@ class Prepared:
                 at_v.move(address)
             if (address := out.data.ptr) != at_out.address:
                 at_out.move(address)
-            if self._lse_place.address != self._unread:
-                self._lse_place.move(self._unread)
+            if lse_address != at_lse.address:
+                at_lse.move(lse_address)
             backend.launch_all(self._loaded, self._args)
-        return out
+        return results
 
-    def _is_shortest(self) -> bool:
-        """Whether a call of q, k, v alone has but their addresses and that of out to fill in."""
+    def _no_more_than_addresses(self) -> bool:
+        """Whether a call of q, k, v alone has but their addresses and those of out and lse to fill in."""
         plan = self.plan
         more = plan.slots or plan.problem.dropout is not None or len(self._inputs) > 3
-        return self._unread is not None and not more and [name for name, *_ in self._read] == ["out"]
+        return self._unread is not None and not more and len(self._new) == 2
 
     def overlaps(self, arrays: Any) -> bool:
         """Whether a result or the workspace shares memory with another array, by the bounds of addresses."""
