@@ -24,6 +24,8 @@ REDUNDANT: dict[tuple[str, str], str] = {
     ("fwd_09_overlap.cu", "wgmma_wait<1>();   // S is there, K is used"): (
         "the copies before that of the next K wait for a V that is given back later"
     ),
+    ("lib/planner.cuh", "together again"): "shfl and a named barrier bring the warp together as well",
+    ("lib/producer.cuh", "together"): "the named barrier counts all lanes: none can be a query tile behind",
     ("lib/key_group.cuh", "wgmma_fence();"): "another product stands right before, whose fence covers it",
     ("lib/key_group.cuh", "wgmma_commit();"): "another product follows at once, whose commit covers it",
     ("lib/key_group.cuh", "rows are zeros"): (

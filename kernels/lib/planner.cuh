@@ -70,7 +70,7 @@ struct Planner {
         find_key_tiles(args, query_tile_of(args, work), lane, smem.keys(lane, work_at.stage));
       mbarrier_arrive(smem.work_full.address(0, work_at.stage));
     }
-    warp_sync();   // none of them may miss two phases
+    warp_sync();   // together again
     work_at.next();
   }
 };

@@ -3,8 +3,7 @@
 // For every query tile that the planner announces it copies Q, and K and V of every key tile that some row
 // may see, K one tile ahead of V: the order in which they are used.  It runs ahead of the consumers, into the
 // next query tile too, as far as stages are empty: where Q has one place, the first K comes before it.
-// All 32 lanes walk, lane 0 copies.  A lane that waits for itself may not run ahead of the others: it could miss
-// two phases of a barrier.
+// All 32 lanes walk, lane 0 copies.  Where other lanes write too, each waits and arrives for itself.
 #pragma once
 #include "planner.cuh"
 
@@ -34,7 +33,7 @@ struct Producer {
     }
     while (true) {
       work_at.wait_full(smem.work_full);   // the next query tile is known
-      warp_sync();                         // none may miss two phases
+      warp_sync();                         // together again
       const Work work = smem.work(0, work_at.stage);
       if (work.i0 == NO_WORK) break;
       load(query_tile_of(args, work), smem.keys(0, work_at.stage).all);
@@ -112,11 +111,8 @@ struct Producer {
     const u32 full = smem.K_full.address(0, K_at.stage);
     const bool writes = asks_blocks || lane == 0;
     if (writes) K_at.wait_empty(smem.K_empty);   // every consumer has multiplied by the tile that was here
-    if (asks_blocks) {
-      warp_sync();   // none may miss two phases
-      if (j0 != NO_TILE) smem.fill_blocks(walk, j0, lane, K_at.stage);
-      if (lane > 0) mbarrier_arrive(full);
-    }
+    if (asks_blocks && j0 != NO_TILE) smem.fill_blocks(walk, j0, lane, K_at.stage);
+    if (asks_blocks && lane > 0) mbarrier_arrive(full);
     if (lane == 0) {
       if (has_block_mask) smem.j0(0, K_at.stage) = j0;
       if (j0 == NO_TILE) {
