@@ -160,9 +160,25 @@ def draw_build(pick):
 
 
 def make_call(pick, seed, build, max_length, max_scores, extreme):
-    """Draw every free choice by pick(name, values), then fill arrays from a generator seeded by `seed`."""
+    """Draw every free choice by pick(name, values), then fill arrays from a generator seeded by `seed`.
+
+    The call's name lists them in order, so that it can be made again: pick = lambda *_: next(choices)[1].
+    """
     build = build or draw_build(pick)
     rng = np.random.default_rng(seed)
+    choices = []
+
+    def pick_and_note(name, values):
+        choices.append((name, pick(name, values)))
+        return choices[-1][1]
+
+    return filled_call(
+        pick_and_note, choices, rng, build, max_length, max_scores, extreme, f"seed={seed} {build}"
+    )
+
+
+def filled_call(pick, choices, rng, build, max_length, max_scores, extreme, seed):
+    """make_call once its build is known; choices: filled by pick."""
     sizes = draw_sizes(pick, build, max_length, max_scores)
     layout = "bshd" if build.sequences == "packed" else pick("layout", ("bshd", "bhsd"))
     values = pick("values", ("normal", "large", "same", "normal") if extreme else ("normal",))
@@ -181,7 +197,7 @@ def make_call(pick, seed, build, max_length, max_scores, extreme):
     arrays["dlse"] = rng.standard_normal(lse_shape).astype(accumulator) if build.dlse else None
     if poison:
         place_poison(rng, poison, arrays, options, sizes, layout)
-    label = f"{sizes} layout={layout} values={values} poison={poison} seed={seed} {build}"
+    label = f"{sizes} seed={seed} {build} choices={choices}"
     return Call(**arrays, options=options, build=build, deterministic=build.deterministic, label=label)
 
 

@@ -12,6 +12,7 @@ The names of the long runs begin with a shard, for several processes where xdist
 pytest -m "full and gpu" -k shard03.
 """
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -53,13 +54,25 @@ def check_rows(call, judge, starred=True):
         if row.starred or not starred:
             found = forward(call, row)
             if found is not None:
-                judge.forward(*found)
+                with named(row):
+                    judge.forward(*found)
     saved = judge.saved()
     for row in ROWS["backward"]:
         if row.starred or not starred:
             gradients = backward(call, saved, row)
             if gradients is not None:
-                judge.backward(gradients, *saved)
+                with named(row):
+                    judge.backward(gradients, *saved)
+
+
+@contextmanager
+def named(row):
+    """A failure within says whose it is."""
+    try:
+        yield
+    except AssertionError as failure:
+        failure.add_note(f"by {row.name}")
+        raise
 
 
 def unless_refused(row, call, run):
