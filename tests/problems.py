@@ -172,9 +172,7 @@ def make_call(pick, seed, build, max_length, max_scores, extreme):
         choices.append((name, pick(name, values)))
         return choices[-1][1]
 
-    return filled_call(
-        pick_and_note, choices, rng, build, max_length, max_scores, extreme, f"seed={seed} {build}"
-    )
+    return filled_call(pick_and_note, choices, rng, build, max_length, max_scores, extreme, seed)
 
 
 def filled_call(pick, choices, rng, build, max_length, max_scores, extreme, seed):
