@@ -25,7 +25,7 @@ struct alignas(16) KeyTiles {
 };
 
 constexpr int n_announcers = plans ? n_groups : 1;   // lanes: each writes for a consumer
-// Threads that read what a stage of K says of blocks, and so give it back; without a block mask one of a group.
+// Threads that read what a stage of K says of blocks, and so give it back; without blocks one of a group.
 constexpr int n_readers = asks_blocks ? n_threads : has_block_mask ? n_warps : n_groups;
 constexpr int MAY_PLAN = 1 + n_groups;   // a barrier's number: the planner may take the next query tile
 
