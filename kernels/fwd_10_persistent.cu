@@ -29,9 +29,9 @@
 //              without options
 // Bytes        per query tile: Q once, K and V of the key tiles that some row sees, O once
 // Barriers     Q_full, K_full, V_full, work_full: "is there".  Q_empty, K_empty, V_empty, work_empty: "all
-//              consumers have used it"; who reads or writes a record arrives himself.  V_landed: the tile with
-//              a sequence's end, before the producer has cleared what lies behind it.  O_read: O has left V.
-//              Named: 1 + g, the four warps of group g; MAY_PLAN: the planner may take the next query tile
+//              consumers have used it"; who reads or writes a record arrives for himself.  V_landed: the tile
+//              with a sequence's end, before the producer has cleared what lies behind it.  O_read: O has left
+//              V.  Named: 1 + g, the four warps of group g; MAY_PLAN: the planner may take the next tile
 // Tried        ATTEMPTS.md: a table.  Slower on an H200: Q in registers, a look for the maximum in every
 //              tile, tiles in a fixed order, clusters, a first product with the last of the query tile before
 #include "lib/params.cuh"

@@ -1,8 +1,8 @@
 // work.cuh - what a block of a persistent grid does next, as a record small enough to pass around.   sm_90
 //
 // Heads come in sections whose K and V fit the L2 cache together; a section is finished before the next
-// begins.  Inside it tiles come last first, heads alternating: with causal the longest lead.  A section of few
-// heads has too few short tiles to fill the end of the grid: the shortest ones of all heads are kept for it.
+// begins.  Inside it tiles come last first, heads alternating: with causal the longest lead.  A section of
+// few heads has too few short tiles to fill the end of the grid: the shortest of all heads are kept for it.
 #pragma once
 #include "positions.cuh"
 
