@@ -88,7 +88,9 @@ def _around(problem: Problem, p: Params, shares: int, blocks: int = 1) -> Traffi
         traffic["dlse"] = (rows * 4, 0)
     if problem.has_mask:
         traffic["mask"] = (cost.visible_pairs(problem) * heads, 0)
-    if problem.deterministic:  # each half of a tile of dQ has a count: asked once and raised once a visit
+    if p.get("IN_TURN"):
+        traffic |= _turns(problem, p, visits, places)
+    elif problem.deterministic:  # each half of a tile of dQ has a count: asked once and raised once a visit
         traffic["turns"] = (visits * 2 * 8, visits * 2 * 4)
     for name, dim in (("k", d), ("v", dv)):
         numbers = problem.len_k * heads_k * dim
@@ -97,3 +99,16 @@ def _around(problem: Problem, p: Params, shares: int, blocks: int = 1) -> Traffi
             added = 4 * numbers * shares
             traffic[f"d{name.upper()}_sum"] = (added + 4 * numbers, added)
     return traffic
+
+
+def _turns(problem: Problem, p: Params, visits: int, places: int) -> Traffic:
+    """Where blocks add to a query tile in turn: a count per tile, asked and raised once a visit.  The first
+    stores: no zeros.  FINISHES: the last reads the sum, else pass_query_tiles__close does."""
+    tile, warps = 4 * p["TILE_Q"] * p["HEAD_DIM"], 8  # of __close, that look whether there is a sum
+    sums, looks = visits, places * warps
+    if p.get("FINISHES"):
+        sums, looks = visits - places, 0
+    return {
+        "dQ_tiles": (sums * tile, sums * tile),
+        "turns": (4 * (2 * visits + looks), 4 * (visits + places)),
+    }

@@ -301,7 +301,7 @@ def consider(problem: Problem, device: Device, row: Row) -> Plan | Refusal:
         grid = step.grid(problem, params | dict(step.fixed))
         if step.resident is not None and step.resident(params):
             # Emulated blocks run one after another: none may wait for the turn of one that comes later.
-            waits = problem.deterministic and device.kind != "cuda"
+            waits = device.kind != "cuda" and (problem.deterministic or params.get("IN_TURN"))
             width = int(step.resident(params))
             grid = (grid[0] if waits else min(grid[0], device.n_sms // width * width)), *grid[1:]
         if 0 in grid:

@@ -40,7 +40,7 @@ LIMITS = (*LENGTHS, ("head_dim", 128), ("head_dim_v", 128))
 ENOUGH_BLOCKS = 132  # one on every SM of a large GPU
 QUERY_TILE_USES = (
     "DTYPE", "OUT_DTYPE", "O_DTYPE", "DOUT_DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "LENGTHS_Q", "PACKED",
-    "DLSE", "SOFTCAP", "ALIBI", "BIAS_DTYPE", "DALIBI",
+    "DLSE", "SOFTCAP", "ALIBI", "BIAS_DTYPE", "DALIBI", "IN_TURN",
 )  # fmt: skip
 
 
@@ -65,8 +65,12 @@ def _place_grid(problem: Problem, p: Params) -> Grid:
     return places(problem, p), 1, 1
 
 
+def _close_grid(problem: Problem, p: Params) -> Grid:
+    return (0, 1, 1) if p.get("FINISHES") else _place_grid(problem, p)
+
+
 OPEN = Step("pass_query_tiles__open", _place_grid, threads=256, uses=QUERY_TILE_USES)
-CLOSE = Step("pass_query_tiles__close", _place_grid, threads=256, uses=QUERY_TILE_USES, overlaps=True)
+CLOSE = Step("pass_query_tiles__close", _close_grid, threads=256, uses=QUERY_TILE_USES, overlaps=True)
 # Gradients of the options read delta as the rungs before keep it.
 OPTION_DELTA = Step(
     DELTA.entry,
@@ -91,7 +95,10 @@ def query_tile_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
         Slot("dQ_tiles", "float32", (n, tile * p["HEAD_DIM"])),
         Slot("dO_tiles", problem.dtype, (dO_parts(p), n if dO_parts(p) > 1 else 0, tile * p["HEAD_DIM_V"])),
     )
-    return (*slots, Slot("turns", "int32", (n, 2), zero=True)) if problem.deterministic else slots
+    in_turn = p.get("IN_TURN", 0)
+    if not problem.deterministic and not in_turn:
+        return slots
+    return (*slots, Slot("turns", "int32", (n, 2), zero=not in_turn))
 
 
 # ---- key tiles
@@ -213,6 +220,23 @@ BWD_05 = Row(
 )
 
 
+MANY_BLOCKS = 4 * ENOUGH_BLOCKS
+SHORT = 2048  # up to this length waiting for turns costs less than zeros and a pass that makes dq
+
+
+def _more(problem: Problem, p: Params) -> Params:
+    """IN_TURN: blocks add to dQ in turn: if they must, or in short walks of many blocks, where none waits.
+    FINISHES: the last of them makes dq, where every query sees a key."""
+    hides = problem.packed or any(p[name] for name in ("WINDOW", "LENGTHS_Q", "LENGTHS_K"))
+    offset = problem.len_k - problem.len_q if problem.query_offset is None else problem.query_offset
+    sees = problem.len_k > 0 and not hides and (not problem.causal or offset >= 0)
+    finishes = sees and max(problem.len_q, problem.len_k) <= SHORT
+    is_large = _key_blocks(problem, p) >= MANY_BLOCKS
+    chooses = finishes and is_large and not p["BLOCK_MASK"] and len(problem.gradients) <= 3
+    in_turn = problem.deterministic or chooses
+    return {"IN_TURN": int(in_turn), "FINISHES": int(in_turn and finishes)}
+
+
 BWD_06 = Row(
     "bwd_06_specialize",
     True,
@@ -229,5 +253,6 @@ BWD_06 = Row(
     limits=LIMITS,
     workspace=_workspace,
     bytes=_resident_bytes,
+    more=_more,
     flops_per_clock=4096,
 )

@@ -14,16 +14,21 @@
 //                  dS = P (dP - delta)            registers: A of dK += dS^T Q; shared memory: both groups'
 //                  dQ = dS K                      each group a half of it; added to the sums in memory
 //                dK * scale, dV -> memory         (pass_query_tiles__close makes dQ of the sums)
+// In turn      deterministic, and up to length 2,048, where it costs nothing: blocks add to a query tile one
+//              after the other, the last keys first.  Who is first stores, so nobody makes zeros; where every
+//              query sees a key, who is last makes dq of the sum, and there is no __close
 // Grid         x: as many blocks as SMs.  Which tile is next: a counter in memory; who asks first gets it.
 //              Tiles are numbered key tile + n_tiles * (key head + heads_k * (sequence + batch * part)), with
-//              causal the longest of a few heads first; packed: slots (lib/positions.cuh) for tiles.  Where
-//              tiles are few, parts share a key head's query heads and add to dK_sum and dV_sum.
+//              causal the longest of a few heads first, in turn the last keys of a few heads; packed: slots
+//              (lib/positions.cuh) for tiles.  Where tiles are few, parts share a key head's query heads and
+//              add to dK_sum and dV_sum.
 // Shared       K [TILE_KV, .] | V | rings of N_STAGES: Q [TILE_Q, .], dO, dS [TILE_KV, TILE_Q], lse and delta
 // Registers    per consumer: dK HEAD_DIM / 2, dV HEAD_DIM_V / 2, S and dP TILE_Q / 2 each, dQ, P, dS
 // Bytes        per tile: K, V, dK, dV once; Q, dO, rows and an addition to dQ per query tile
 // Barriers     KV_full, Q_full[], dO_full[]: "it is there"; KV_empty, empty[]: "it is used"; dS_full[]: "both
-//              groups' dS is there", one arrival per warp; work_full[2], work_empty[2]: which tile it is;
-//              deterministic: turn[2][], added[2][] between a group and the thread that takes turns for it
+//              groups' dS is there", in turn also "it is this block's turn"; work_full[2], work_empty[2]:
+//              which tile it is; added[]: both groups have added to dQ.  Every thread arrives for itself:
+//              compute-sanitizer does not follow a warp_sync and one lane's arrival, and it costs nothing
 // Tried        kernels/ATTEMPTS.md
 #include "lib/params.cuh"
 #include "lib/key_producer.cuh"
@@ -32,7 +37,7 @@ static_assert(smem_bytes < 0 || sizeof(Smem) == smem_bytes, "bwd_06_specialize: 
 static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes,
               "bwd_06_specialize: Args and launch.py disagree");
 
-enum class Order { step, ahead, late };   // see run_step, run_ahead, run_late
+enum class Order { step, ahead, late };   // see run_step, run_ahead
 constexpr Order order = !overlaps ? Order::step : n_stages == 3 ? Order::late : Order::ahead;
 constexpr int held_steps =
     order != Order::late ? 0 : head_dim_v_tile == 96 ? 6 : head_dim_v_tile == 128 ? 3 : 0;
@@ -41,6 +46,7 @@ constexpr int held_steps =
 struct Consumer : KeyGroup<Smem, held_steps> {
   using KeyGroup<Smem, held_steps>::KeyGroup;
   using Stage = Ring<n_stages>;
+  const i32 until = in_turn ? first_until(args, seq, own.j0) : 0;
 
   // A step's S and dP.
   DEVICE void ask_scores(const Stage& now, i32 i0) {
@@ -63,44 +69,48 @@ struct Consumer : KeyGroup<Smem, held_steps> {
   }
   DEVICE void announce_dS(const Stage& now) {
     put_dS(now.stage);
-    warp_sync();   // all lanes have written
-    if (lane == 0) mbarrier_arrive(smem.dS_full.address(0, now.stage));
+    mbarrier_arrive(smem.dS_full.address(0, now.stage));
   }
   DEVICE void ask_dQ_of(const Stage& step) {
-    step.wait_full(smem.dS_full);   // both groups' dS is there
+    step.wait_full(smem.dS_full);   // both groups' dS is there, and it is the block's turn
     ask_dQ(step.stage);
   }
   DEVICE void release(const Stage& used) {
-    if (lane == 0) mbarrier_arrive(smem.empty.address(0, used.stage));
+    mbarrier_arrive(smem.empty.address(0, used.stage));
   }
   DEVICE void release_KV() {
-    if (lane == 0) mbarrier_arrive(smem.KV_empty.address(0, 0));
+    mbarrier_arrive(smem.KV_empty.address(0, 0));
   }
-  // deterministic: before the additions, best with no product on its way.
-  DEVICE void wait_for_turn(const Stage& step) {
-    if constexpr (deterministic) step.wait_full(smem.turn[group]);   // it is this group's turn
+  // Where a step's dQ goes.
+  struct Sum {
+    i32 place, h, i0;
+    bool is_first;   // in_turn: of the blocks that meet the tile
+  };
+  DEVICE Sum sum_of(const QueryWalk<Walk>& at) {
+    return {place_of(args, seq, at.h, at.i0), at.h, at.i0, in_turn && is_first(args, seq, at.i0, until)};
   }
-  // A step's dQ -> the sum of the tile at `place`.
-  DEVICE void add(const Stage& step, i32 place) {
-    add_dQ(place);
-    if constexpr (deterministic) {
-      warp_sync();   // all lanes have added
-      if (lane == 0) mbarrier_arrive(smem.added[group].address(0, step.stage));
-    }
+  DEVICE void add(const Stage& step, const Sum& sum) {
+    if (finishes && own.j0 == 0) finish_dQ(sum.place, !sum.is_first, sum.h, sum.i0);
+    else add_dQ(sum.place, sum.is_first);
+    if constexpr (in_turn) mbarrier_arrive(smem.added.address(0, step.stage));
   }
 
   // now: stage of the next step, here and after.
 
-  // exponentials run under dP, dS under dQ of the step before, dQ's additions under dK.
+  // dQ comes a step late, and what runs under what depends on the registers that are left:
+  //   ahead   exponentials run under dP, dS under dQ of the step before, dQ's additions under dK
+  //   late    dS is made under dV, and a group that is behind holds nobody up.  A stage is given back when
+  //           its dS is used too
   DEVICE void run_ahead(QueryWalk<Walk>& at, Stage& now) {
+    constexpr bool is_late = order == Order::late;
     ask_scores(now, at.i0);
     finish_scores(now, at);
     announce_dS(now);
     ask_dV(now.stage);
     ask_dK(now.stage);
-    i32 place = place_of(args, seq, at.h, at.i0);
+    Sum sum = sum_of(at);
     wgmma_wait<0>();   // dV, dK
-    release(now);
+    if constexpr (!is_late) release(now);
     Stage before = now;
     now.next();
 #pragma unroll 1
@@ -108,68 +118,33 @@ struct Consumer : KeyGroup<Smem, held_steps> {
       ask_scores(now, at.i0);
       wgmma_wait<1>();   // S
       soften(now.stage, at);
-      ask_dQ_of(before);
+      if constexpr (is_late) ask_dV(now.stage);
+      else ask_dQ_of(before);
       wgmma_wait<1>();   // dP
       differentiate(now.stage, at);
-      wgmma_wait<0>();   // dQ
+      if constexpr (!is_late) wgmma_wait<0>();   // dQ
       hide(at);
-      wait_for_turn(before);
       announce_dS(now);
-      ask_dV(now.stage);
-      add(before, place);
+      if constexpr (is_late) ask_dQ_of(before);
+      else ask_dV(now.stage);
+      if constexpr (!is_late) add(before, sum);
       ask_dK(now.stage);
-      place = place_of(args, seq, at.h, at.i0);
-      wgmma_wait<0>();   // dV, dK
-      release(now);
-      before = now;
-      now.next();
-    }
-    wait_for_turn(before);
-    ask_dQ_of(before);
-    wgmma_wait<0>();   // dQ
-    release_KV();
-    add(before, place);
-  }
-
-  // dS is made under dV; dQ is of the step before: a group that is behind holds nobody up.  A stage is
-  // given back when its dS is used too.
-  DEVICE void run_late(QueryWalk<Walk>& at, Stage& now) {
-    ask_scores(now, at.i0);
-    finish_scores(now, at);
-    announce_dS(now);
-    ask_dV(now.stage);
-    ask_dK(now.stage);
-    i32 place = place_of(args, seq, at.h, at.i0);
-    wgmma_wait<0>();   // dV, dK
-    Stage before = now;
-    now.next();
-#pragma unroll 1
-    for (at.next(); at.exists(); at.next()) {
-      ask_scores(now, at.i0);
-      wgmma_wait<1>();   // S
-      soften(now.stage, at);
-      ask_dV(now.stage);
-      wgmma_wait<1>();   // dP
-      differentiate(now.stage, at);
-      hide(at);
-      wait_for_turn(before);
-      announce_dS(now);
-      ask_dQ_of(before);
-      ask_dK(now.stage);
-      wgmma_wait<1>();   // dV, dQ
-      release(before);
-      add(before, place);
-      place = place_of(args, seq, at.h, at.i0);
+      if constexpr (is_late) {
+        wgmma_wait<1>();   // dV, dQ
+        release(before);
+        add(before, sum);
+      }
+      sum = sum_of(at);
       before = now;
       now.next();
       wgmma_wait<0>();   // dV, dK
+      if constexpr (!is_late) release(before);
     }
-    wait_for_turn(before);
     ask_dQ_of(before);
     wgmma_wait<0>();   // dQ
-    release(before);
+    if constexpr (is_late) release(before);
     release_KV();
-    add(before, place);
+    add(before, sum);
   }
 
   // A step at a time, where options need the registers.
@@ -178,13 +153,12 @@ struct Consumer : KeyGroup<Smem, held_steps> {
     for (; at.exists(); at.next(), now.next()) {
       ask_scores(now, at.i0);
       finish_scores(now, at);
-      wait_for_turn(now);
       announce_dS(now);
       ask_dV(now.stage);   // while the other group's dS is on its way
       ask_dQ_of(now);
       ask_dK(now.stage);
       wgmma_wait<1>();   // dV, dQ
-      add(now, place_of(args, seq, at.h, at.i0));
+      add(now, sum_of(at));
       wgmma_wait<0>();   // dK
       release(now);
     }
@@ -202,7 +176,8 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
     registers_shrink<24>();
     const int warp = shfl(static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) Producer{args, smem, lane}.run();
-    else if (deterministic && warp < 3) take_turns(args, smem, warp - 1, lane);
+    else if (in_turn && warp == 1) wait_for_turns(args, smem, lane);
+    else if (in_turn && warp == 2) announce_turns(args, smem, lane);
     return;
   }
   registers_grow<240>();
@@ -221,13 +196,12 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
       KV_at.wait_full(smem.KV_full);   // K and V are there
       KV_at.next();
       mine.begin();
-      if constexpr (order == Order::ahead) mine.run_ahead(at, now);
-      else if constexpr (order == Order::late) mine.run_late(at, now);
-      else mine.run_step(at, now);
+      if constexpr (order == Order::step) mine.run_step(at, now);
+      else mine.run_ahead(at, now);
       mine.leave_head();
     }
     const Own again = work_of(smem, n);
     if (again.exists) mine.finish(again, sequence_of(args, again.b));
-    leave_work(smem, n, lane);
+    leave_work(smem, n);
   }
 }

@@ -74,8 +74,9 @@ KERNEL(open_threads, open_blocks) pass_query_tiles__open(const __grid_constant__
   const i64 h = own.h, dim = args.head_dim_v;
 
   constexpr int tile_numbers = tile_q * head_dim_tile;
+  if (in_turn && thread == 0) Global<i32>(args.workspace[SLOT_TURNS]).store(place * 2, 0);
 #pragma unroll
-  for (int at = 0; at < tile_numbers; at += open_threads * 4)
+  for (int at = 0; at < tile_numbers && !in_turn; at += open_threads * 4)
     if (tile_numbers % (open_threads * 4) == 0 || at + thread * 4 < tile_numbers)
       Global<acc>(args.workspace[SLOT_DQ]).store_as(place * tile_numbers + at + thread * 4, Vec16<acc>{});
 
@@ -119,13 +120,18 @@ KERNEL(close_threads, 1) pass_query_tiles__close(const __grid_constant__ Args ar
   const QueryTile own = query_tile_at(args, place);
   if (!own.exists) return;
   const Sequence& seq = own.seq;
+  bool was_met = true;   // by keys that its queries may see
+  if constexpr (in_turn) {
+    const i32 met = lane == 0 ? Global<i32>(args.workspace[SLOT_TURNS]).load(place * 2) : 0;
+    was_met = shfl(met, 0) != 0;
+  }
   constexpr int across = head_dim_tile / 32;   // a warp takes 16 queries and 32 columns at a time
 #pragma unroll
   for (int at = warp; at < tile_q / 16 * across; at += close_threads / 32) {
     const int r = at / across, c0 = at % across * 4;
-    float x[16];
+    float x[16] = {};
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
+    for (int c = 0; c < 4 && was_met; ++c) {
       const Vec16<acc> four =
           Global<acc>(args.workspace[SLOT_DQ]).load_as<Vec16<acc>>(dQ_index(place, r, c0 + c, lane));
 #pragma unroll

@@ -13,6 +13,8 @@ CASES = {
     "causal": ((1, 300, 350, 2, 1, 96, 128), "float16", {"causal": True}),
     "few keys": ((1, 293, 70, 2, 2, 40, 104), "bfloat16", {"causal": True, "query_offset": 5}),
     "deterministic": ((1, 293, 300, 4, 2, 64, 32), "float16", {"causal": True, "deterministic": True}),
+    "long": ((1, 140, 1060, 2, 2, 64, 64), "float16", {"causal": True}),
+    "deterministic, long": ((1, 140, 1060, 2, 2, 64, 64), "float16", {"causal": True, "deterministic": True}),
     "dout of another dtype": ((1, 140, 150, 2, 2, 64, 64), "float16", {"out_dtype": "float32"}),
     "window": ((1, 400, 300, 2, 2, 64, 64), "float16", {"window": (30, 20)}),
     "wide": ((1, 140, 250, 4, 2, 192, 160), "bfloat16", {"causal": True}),

@@ -5,7 +5,7 @@
 #include "matrices.cuh"
 
 // target rows row0 .. + 16 = x * factor; rows from `existing` on get zeros, whatever x holds.
-// By 16 bytes where To has 16 bits: of 4 pieces of 8 columns a lane collects one.
+// By 16 bytes where To has 16 bits: of 4 pieces of 8 columns a lane collects one.  By 4 bytes in what is left.
 template <class To, int n>
 DEVICE void store_rows(const float (&x)[n], float factor, void* data, const TileSource& target, int row0,
                        int existing, int lane) {
@@ -17,10 +17,11 @@ DEVICE void store_rows(const float (&x)[n], float factor, void* data, const Tile
     const auto value = [&](int c, int e) {
       return row < existing ? x[4 * c + 2 * half + e] * factor : 0.f;
     };
-    if constexpr (sizeof(To) == 2 && n % 16 == 0) {
+    if constexpr (sizeof(To) == 2 && n % 8 == 0) {
       if (target.by_vectors) {
+        constexpr int whole = n / 16 * 4;
 #pragma unroll
-        for (int c = 0; c < n / 4; c += 4) {
+        for (int c = 0; c < whole; c += 4) {
           u32 chunk[4];
 #pragma unroll
           for (int m = 0; m < 4; ++m) chunk[m] = pack<To>(value(c + m, 0), value(c + m, 1));
@@ -28,6 +29,12 @@ DEVICE void store_rows(const float (&x)[n], float factor, void* data, const Tile
           const int d = (c + lane % 4) * 8;
           if (row < target.rows && d < target.cols)
             to.store_as(index + d, Pack<u32, 4>{{chunk[0], chunk[1], chunk[2], chunk[3]}});
+        }
+#pragma unroll
+        for (int c = whole; c < n / 4; ++c) {
+          const int d = 8 * c + 2 * (lane % 4);
+          if (row < target.rows && d < target.cols)
+            to.store_as(index + d, Pack<u32, 1>{{pack<To>(value(c, 0), value(c, 1))}});
         }
         continue;
       }

@@ -284,15 +284,35 @@ template <class Smem, int held_steps> struct KeyGroup {
     fence_async_shared();   // wgmma reads it
   }
 
-  // dQ of the tile at `place` -> its sum.
-  DEVICE void add_dQ(i64 place) {
+  // dQ of the tile at `place` -> its sum.  stores: there is none yet.
+  DEVICE void add_dQ(i64 place, bool stores = false) {
     const Global<float> to(args.workspace[SLOT_DQ]);
     const int r = halves_rows ? group * 4 + warp : warp, c0 = halves_rows ? 0 : group * dQ_cols / 8;
     const i64 first = dQ_index(place, r, c0, lane);
 #pragma unroll
-    for (int c = 0; c < dQ_cols / 8; ++c)
-      to.add_as(first + c * 128,
-                Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}});
+    for (int c = 0; c < dQ_cols / 8; ++c) {
+      const Vec16<float> four = {{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}};
+      if constexpr (in_turn) to.store_or_add_as(stores, first + c * 128, four);
+      else to.add_as(first + c * 128, four);
+    }
+  }
+
+  // The last block that meets a tile: the sum and dQ -> dq.  is_sum: there is a sum.
+  DEVICE void finish_dQ(i64 place, bool is_sum, i32 h, i32 i0) {
+    const Global<float> sums_at(args.workspace[SLOT_DQ]);
+    const int r = halves_rows ? group * 4 + warp : warp, c0 = halves_rows ? 0 : group * dQ_cols / 8;
+    const i64 first = dQ_index(place, r, c0, lane);
+    if (is_sum)
+#pragma unroll
+      for (int c = 0; c < dQ_cols / 8; ++c) {
+        const Vec16<float> four = sums_at.load_as<Vec16<float>>(first + c * 128);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dQ[4 * c + e] += four.item[e];
+      }
+    store_rows<out_elem>(dQ, static_cast<float>(args.scale), args.dQ.data,
+                         tile_source(args.dQ, seq.array_b, seq.q_row0, h, i0, seq.rows_q, c0 * 8,
+                                     args.head_dim),
+                         16 * r, seq.len_q - i0, lane);
   }
 
   // ---- gradients of options

@@ -16,47 +16,40 @@ struct Tiles {
   TiledO dO[n_stages][dO_parts];
   TileS dS[n_stages];
   Shared<float, 2 * n_stages, tile_q> rows;   // of a stage: lse, delta
+  Shared<Own, 1, 2> work;                     // what the producer took
   Shared<u64, 1, n_stages> Q_full, dO_full, empty, dS_full;
   Shared<u64, 1, 2> work_full, work_empty;
   Shared<u64, 1, 1> KV_full, KV_empty;
-  Shared<u64, 1, n_stages> turn[2], added[2];   // of a group
+  Shared<u64, 1, n_stages> added;   // in_turn: to dQ
   Shared<float, 1, group_warps> sums;         // of dalibi_slopes, a number per warp
-  Shared<Own, 1, 2> work;                     // what the producer took
 };
 struct Smem : Tiles, KeptBlocks<Walk, asks_blocks, n_stages> {};
 
-constexpr int turn_takers = deterministic ? 2 : 0;   // warps that follow the work besides the consumers
+constexpr int turn_takers = in_turn ? 2 : 0;   // warps that follow the work besides the consumers
 
 DEVICE void start_barriers(Smem& smem) {
   for (int stage = 0; stage < n_stages; ++stage) {
     mbarrier_init(smem.Q_full.address(0, stage), 1);
     mbarrier_init(smem.dO_full.address(0, stage), 1);
-    mbarrier_init(smem.empty.address(0, stage), group_warps);
-    mbarrier_init(smem.dS_full.address(0, stage), group_warps);
+    mbarrier_init(smem.empty.address(0, stage), group_threads);
+    mbarrier_init(smem.dS_full.address(0, stage), group_threads + turn_takers);
+    mbarrier_init(smem.added.address(0, stage), group_threads);
   }
-  for (int group = 0; group < 2; ++group)
-    for (int stage = 0; stage < n_stages; ++stage) {
-      mbarrier_init(smem.turn[group].address(0, stage), 1);
-      mbarrier_init(smem.added[group].address(0, stage), group_warps / 2);
-    }
   for (int n = 0; n < 2; ++n) {
     mbarrier_init(smem.work_full.address(0, n), 1);
-    mbarrier_init(smem.work_empty.address(0, n), group_warps + turn_takers);
+    mbarrier_init(smem.work_empty.address(0, n), group_threads + 32 * turn_takers);
   }
   mbarrier_init(smem.KV_full.address(0, 0), 1);
-  mbarrier_init(smem.KV_empty.address(0, 0), group_warps);
+  mbarrier_init(smem.KV_empty.address(0, 0), group_threads);
   mbarrier_init_fence();
 }
 
-// A block's n-th work, and that a warp needs it no more.
+// A block's n-th work, and that a thread needs it no more.
 DEVICE Own work_of(Smem& smem, u32 n) {
   mbarrier_wait(smem.work_full.address(0, n % 2), n / 2 & 1);   // the producer has taken it
   return same_in_all_lanes(smem.work(0, n % 2));
 }
-DEVICE void leave_work(Smem& smem, u32 n, int lane) {
-  warp_sync();   // all lanes have read
-  if (lane == 0) mbarrier_arrive(smem.work_empty.address(0, n % 2));
-}
+DEVICE void leave_work(Smem& smem, u32 n) { mbarrier_arrive(smem.work_empty.address(0, n % 2)); }
 
 struct Producer {
   const MappedArgs& args;
@@ -143,11 +136,17 @@ struct Producer {
   }
 };
 
-// deterministic: one thread per consumer waits until it is the group's turn to add to the next tile of dQ,
-// and says when it has.  The consumers do not see how long that takes.
-DEVICE void take_turns(const Args& args, Smem& smem, int group, int lane) {
+DEVICE i64 turn_place(const Args& args, const Sequence& seq, const QueryWalk<Walk>& at) {
+  return static_cast<i64>(place_of(args, seq, at.h, at.i0)) * 2;
+}
+// in_turn: two threads keep the turns, so that neither's time counts with the other's (together they take
+// longer than a step).  Both arrive at dS_full, where the consumers wait before they make dQ.
+//
+// One waits until it is the block's turn to add to the next tile of dQ.
+DEVICE void wait_for_turns(const Args& args, Smem& smem, int lane) {
   const Global<i32> turns(args.workspace[SLOT_TURNS]);
   Ring<n_stages> step;
+  previous_kernel_wait();   // no turn has been taken
   for (u32 n = 0;; ++n) {
     const Own own = work_of(smem, n);
     if (own.j0 == NO_WORK) break;
@@ -157,12 +156,41 @@ DEVICE void take_turns(const Args& args, Smem& smem, int group, int lane) {
 #pragma unroll 1
     for (; at.exists(); at.next(), step.next()) {
       if (lane != 0) continue;
-      const i64 mine = place_of(args, seq, at.h, at.i0) * 2 + group;
-      turns.wait_for(mine, turn_of(args, seq, at.i0, own.j0));
-      mbarrier_arrive(smem.turn[group].address(0, step.stage));
-      step.wait_full(smem.added[group]);   // all warps of the group have added
-      turns.add_release(mine, 1);
+      step.wait_empty(smem.dS_full);   // of the step before in this stage: an arrival counts for this one
+      turns.wait_for(turn_place(args, seq, at), turn_of(args, seq, at.i0, own.j0));
+      mbarrier_arrive(smem.dS_full.address(0, step.stage));
     }
-    leave_work(smem, n, lane);
+    leave_work(smem, n);
+  }
+}
+// The other says when the block has added, a step late.  The next dQ waits for it, or it could miss two
+// phases of a barrier.
+DEVICE void announce_turns(const Args& args, Smem& smem, int lane) {
+  const Global<i32> turns(args.workspace[SLOT_TURNS]);
+  Ring<n_stages> step;
+  for (u32 n = 0;; ++n) {
+    const Own own = work_of(smem, n);
+    if (own.j0 == NO_WORK) break;
+    const Sequence seq = sequence_of(args, own.b);
+    const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
+    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane);
+    i64 place = -1;   // of the step before
+    Ring<n_stages> before = step;
+    const auto announce = [&] {
+      if (place < 0) return;
+      before.wait_full(smem.added);   // both groups have added
+      turns.add_release(place, 1);
+    };
+#pragma unroll 1
+    for (; at.exists(); at.next(), step.next()) {
+      if (lane != 0) continue;
+      step.wait_empty(smem.dS_full);   // as above
+      mbarrier_arrive(smem.dS_full.address(0, step.stage));
+      announce();
+      before = step;
+      place = turn_place(args, seq, at);
+    }
+    announce();
+    leave_work(smem, n);
   }
 }

@@ -114,7 +114,7 @@ DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
   const u32 block = static_cast<u32>(x);   // of a grid: 32 bits are enough, and divided sooner
   if constexpr (is_packed) {
     const u32 slots = static_cast<u32>(n_slots(args, args.len_k, tile_kv));
-    slot = deterministic ? slots - 1 - block % slots : block % slots;
+    slot = deterministic || in_turn ? slots - 1 - block % slots : block % slots;
     t.h = block / slots;
     const Slot owner = slot_owner(args, args.cu_seqlens_k, args.len_k, slot, tile_kv);
     t.seq = sequence_of(args, owner.b);
@@ -124,14 +124,14 @@ DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
     const u32 n_tiles = static_cast<u32>(ceil_div(args.len_k, tile_kv));
     const u32 heads_k = static_cast<u32>(args.heads_k);
     u32 head = block / n_tiles, tile = block % n_tiles;
-    if constexpr (causal || deterministic) {
+    if constexpr (causal || deterministic || in_turn) {
       const u32 all = heads_k * static_cast<u32>(args.batch);
       const u32 wide = smallest(largest(section_tiles / n_tiles, 1u), all);
       const u32 section = block / (wide * n_tiles), place = block - section * wide * n_tiles;
       const u32 here = smallest(wide, all - section * wide);   // the last one may be smaller
       tile = place / here;
       head = section * wide + place - tile * here;
-      if constexpr (deterministic) tile = n_tiles - 1 - tile;
+      if constexpr (deterministic || in_turn) tile = n_tiles - 1 - tile;
     }
     t.h = head % heads_k;
     t.seq = sequence_of(args, head / heads_k);

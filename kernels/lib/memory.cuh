@@ -33,6 +33,16 @@ template <class T> struct Global {
     for (int e = 0; e < 4; e++) atomicAdd(data + index + e, x[e]);
 #endif
   }
+  // The same; where `stores` it takes the place of what was there.  Without a branch; sm_90.
+  template <class V> DEVICE void store_or_add_as(bool stores, i64 index, V value) const {
+    static_assert(sizeof(T) == 4 && sizeof(V) == 16, "store_or_add_as: 4 floats");
+    const float* x = reinterpret_cast<const float*>(&value);
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.f32 [%0], {%1, %2, %3, %4}; "
+                 "@!p red.global.add.v4.f32 [%0], {%1, %2, %3, %4}; }"
+                 :: "l"(__cvta_generic_to_global(data + index)), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]),
+                    "r"(static_cast<u32>(stores))
+                 : "memory");
+  }
   // Turns of blocks (T is int): wait until the number is `value`, and what was written before the add that made
   // it so may be read; add, after everything written so far.  One thread of a block waits for a block with a
   // smaller number, which has started: blocks start in order.
@@ -99,6 +109,11 @@ template <class T> struct Global {
     emulated::count_add(buffer, p, sizeof(V));
     for (int e = 0; e < 4; e++)
       emulated::atomic_add(reinterpret_cast<float*>(p) + e, reinterpret_cast<const float*>(&value)[e]);
+  }
+  template <class V>
+  CHECKED void store_or_add_as(bool stores, i64 index, V value, Here here = Here::now()) const {
+    if (stores) store_as(index, value, here);
+    else add_as(index, value, here);
   }
   void wait_for(i64 index, T value, Here here = Here::now()) const {
     T* p = at<T>(index, here);

@@ -15,15 +15,26 @@
 // dout of another dtype than Q: dO_tiles, elem [dO_parts, places, TILE_Q * HEAD_DIM_V], holds it in 16
 // bits, as the panels of a PanelTile lie in shared memory; then what those lose of it, which dP needs too.
 //
-// deterministic: blocks of keys add to a tile one after the other, the last keys first.  Blocks start in that
-// order too (key_rows.cuh), and with causal the last keys meet a tile first: nobody waits for long.  turns,
-// i32 [places, 2], counts how many have added, apart for the two warpgroups of a block.
+// deterministic, and bwd_06_specialize in short walks: blocks of keys add to a tile one after the other, the
+// last keys first.  Blocks start in that order too (key_rows.cuh), and with causal the last keys meet a tile
+// first: nobody waits for long.  turns, i32 [places, 2], counts how many have added; the second number is for
+// the second warpgroup of a block (bwd_05_wgmma) or block of a cluster.
 #pragma once
 #include "barrier.cuh"
 #include "positions.cuh"
 
 // Of the workspace; 0, 1: as in bwd_02_tiled.cu.
 constexpr int SLOT_ROWS = 2, SLOT_DQ = 3, SLOT_DO = 4, SLOT_TURNS = 5;
+// bwd_06_specialize: blocks add to a query tile in turn, and the first stores.  Where every query sees a key,
+// the last makes dq of the sum.
+#ifndef CUFLASH_IN_TURN
+#define CUFLASH_IN_TURN 0
+#define CUFLASH_FINISHES 0
+#endif
+constexpr bool in_turn = CUFLASH_IN_TURN;
+constexpr bool finishes = CUFLASH_FINISHES;
+#undef CUFLASH_IN_TURN
+#undef CUFLASH_FINISHES
 constexpr bool is_plain = !has_softcap && !has_alibi && !has_bias;   // only scale makes a score of a product
 constexpr bool converts_dO = !is_same<dout_elem, elem>;
 // 16 bits each.  Slopes are summed over so many scores that all of float32's bits count: three times
@@ -79,6 +90,15 @@ DEVICE i64 dQ_index(i64 place, int r, int c, int lane) {
 DEVICE i32 turn_of(const Args& args, const Sequence& seq, i32 i0, i32 j0) {
   const i32 last = smallest(i0 + tile_q, last_query(args, seq)) - 1;
   return (visible_keys(args, seq, i0, last).end - 1) / tile_kv - j0 / tile_kv;
+}
+
+// in_turn: the block of the keys at j0 has the first turn at query tiles that end at this query or before.
+DEVICE i32 first_until(const Args& args, const Sequence& seq, i32 j0) {
+  const i32 next = j0 + tile_kv;
+  return next < last_key(args, seq) ? visible_queries(args, seq, next, next).begin : seq.len_q;
+}
+DEVICE bool is_first(const Args& args, const Sequence& seq, i32 i0, i32 until) {
+  return smallest(i0 + tile_q, last_query(args, seq)) <= until;
 }
 
 // The turns of one warpgroup.  What it added is announced when it waits for the next tile: by then the
