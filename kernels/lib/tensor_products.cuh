@@ -70,7 +70,7 @@ template <class Tile> DEVICE void round_own_chunks(Tile& tile, const Tensor& ten
     Vec16<elem> x = chunk;
 #pragma unroll
     for (int e = 0; e < per_chunk; ++e)
-      x.item[e] = convert<elem>(__builtin_bit_cast(float, to_tf32(convert<float>(x.item[e]))));
+      x.item[e] = convert<elem>(before_tf32(convert<float>(x.item[e])));
     chunk = x;
   };
   if (tensor.vector_bytes == 16) {
@@ -173,7 +173,8 @@ struct Weights {
           const int order[4] = {0, 2, 1, 3};
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            at[k][a][e] = __builtin_bit_cast(u32, S.at[a][k][order[e]]) + (is_one_tf32 ? TF32_HALF : 0);
+            at[k][a][e] = __builtin_bit_cast(u32, is_one_tf32 ? before_tf32(S.at[a][k][order[e]])
+                                                              : S.at[a][k][order[e]]);
         }
       }
   }

@@ -63,9 +63,6 @@ DEVICE void request_tile(FloatTile<rows, cols>& tile, const void* data, const Ti
 
 constexpr u32 TF32_BITS = 0xffffe000u, TF32_HALF = 0x1000u;   // mma ignores the other bits
 
-// mma cuts what it ignores.  One product: numbers are first made larger by half a unit of their last bit,
-// within a third: numbers of 11 bits stay what they are, NaN and infinity too.
-constexpr float ROUND_UP = 1 + 1.f / 3072;
 DEVICE u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 
 // x = high + low.  One product: high alone, rounded.  partner: what the other operand's low is multiplied by,
@@ -83,7 +80,7 @@ template <int n> struct Parts {
         if constexpr (takes_infinity)
           if (!(value - value == 0)) low[e] = partner[e] = 0, high[e] = x[e];
       } else {
-        high[e] = bits_of(value * ROUND_UP);
+        high[e] = bits_of(before_tf32(value));
       }
     }
   }
