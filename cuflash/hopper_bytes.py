@@ -12,11 +12,11 @@ from cuflash.rows_backward import dO_parts, queries_of, tile_pairs
 from cuflash.rows_forward import Traffic, is_data_dependent
 
 
-def walked_bytes(problem: Problem, p: Params, shares: int, asks: bool = False) -> Traffic:
+def walked_bytes(problem: Problem, p: Params, shares: int, asks: int = 0) -> Traffic:
     """Of bwd_05_wgmma and bwd_06_specialize; {} where data decides, or gradients of options are wanted too.
 
-    shares: blocks among which the query heads of a key head are shared.  asks: after each tile of keys a
-    block asks a counter for the next.
+    shares: blocks among which the query heads of a key head are shared.  asks: blocks, at most,
+    that ask a counter for the next tile of keys after each, and in turn for their first one too.
     """
     if is_data_dependent(problem) or len(problem.gradients) > 3:
         return {}
@@ -26,7 +26,8 @@ def walked_bytes(problem: Problem, p: Params, shares: int, asks: bool = False) -
     keys = {"k": (met * problem.head_dim * size, 0), "v": (met * problem.head_dim_v * size, 0)}
     traffic = _around(problem, p, shares) | keys
     if asks:
-        counts = 4 * len(range(0, problem.len_k, p["TILE_KV"])) * problem.batch * problem.heads_k * shares
+        tiles = len(range(0, problem.len_k, p["TILE_KV"])) * problem.batch * problem.heads_k * shares
+        counts = 4 * (tiles + (min(tiles, asks) if p.get("IN_TURN") else 0))
         read, written = traffic["query_rows"]
         traffic["query_rows"] = read + counts, written + counts
     return traffic

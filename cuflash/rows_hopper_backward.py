@@ -132,7 +132,7 @@ def _bytes(problem: Problem, p: Params) -> Traffic:
 
 
 def _resident_bytes(problem: Problem, p: Params) -> Traffic:
-    return walked_bytes(problem, p, _splits(problem, p), asks=True)
+    return walked_bytes(problem, p, _splits(problem, p), asks=ENOUGH_BLOCKS)
 
 
 def panel(size: int) -> int:

@@ -61,8 +61,12 @@ struct Producer {
 
   DEVICE void run() {
     bool first = true;   // of this block's tiles
-    const Global<i32> counter(args.workspace[SLOT_ROWS]);
-    for (u32 x = blockIdx.x;;) {
+    u32 x = blockIdx.x;
+    if constexpr (in_turn) {   // a block that has not started yet may hold no tile that others wait for
+      previous_kernel_wait();
+      x = take();
+    }
+    while (true) {
       const Own own = own_of(args, x);
       if (lane == 0) {
         work_at.wait_empty(smem.work_empty);   // everyone has read what was here
@@ -75,9 +79,14 @@ struct Producer {
       if (first) next_kernel_may_start();
       first = false;
       // Not before: who takes a tile early keeps others from it.
-      const i32 taken = lane == 0 ? counter.fetch_add(counter_index(args), 1) : 0;
-      x = gridDim.x + static_cast<u32>(shfl(taken, 0));
+      x = take();
     }
+  }
+  // The next tile's number.
+  DEVICE u32 take() {
+    const Global<i32> counter(args.workspace[SLOT_ROWS]);
+    const i32 taken = lane == 0 ? counter.fetch_add(counter_index(args), 1) : 0;
+    return static_cast<u32>(shfl(taken, 0)) + (in_turn ? 0 : gridDim.x);
   }
 
   DEVICE void load(const Own& own, bool first) {
