@@ -342,3 +342,17 @@ def test_gpu_in_full(build):
 @pytest.mark.parametrize("build", builds(core=True))
 def test_gpu_unstarred_in_full(build):
     drawn(build, 25, MEDIUM, lambda call: check_on_gpu(call, starred=False))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kernel", [None, "fwd_02_tiled", "fwd_09_overlap", "fwd_10_persistent"])
+def test_scores_of_any_size_leave_rows_of_one_key(dtype, kernel):
+    """Far above 2^24 the next float32 is whole units away, and so is a maximum from the score that it is of."""
+    rng = np.random.default_rng(0)
+    size = 6e4 if dtype == "float16" else 1e10
+    q, k, v = (rng.uniform(-1, 1, (1, n, 2, 64)) for n in (20, 300, 300))
+    q, k, v = (size * q).astype(dtype), (size * k).astype(dtype), v.astype(dtype)
+    out, lse = cuflash.attention(q, k, v, kernel=kernel, return_lse=True)
+    expected, expected_lse = cuflash.reference.attention(q, k, v, return_lse=True)
+    np.testing.assert_allclose(out.astype(np.float32), expected, rtol=0, atol=0.01)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)

@@ -30,7 +30,9 @@ DEVICE void soften_lazily(Fragment<tile_kv>& S, RowState& state, acc (&shrink)[n
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         acc& weight = S.of_row(r, c, e);
-        weight = exp2_approx(fmaf(weight, late_scale, -reference));
+        // The maximum was rounded.  Fused, half an ulp of it would be left: 2^64 and more where scores are
+        // beyond 2^30, and weights inf or 0.  weigh() may fuse: what it makes too large comes here.
+        weight = exp2_approx(rounded_product(weight, late_scale) - reference);
         l += weight;
       }
     state.l[r] = l;

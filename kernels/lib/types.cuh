@@ -65,6 +65,17 @@ DEVICE float f16_to_float(f16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) 
 DEVICE f16 float_to_f16(float x) { f16 y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); return y; }
 #endif
 
+// a b, rounded: an addition that follows is not fused with it.
+#ifdef CUFLASH_EMULATED
+DEVICE float rounded_product(float a, float b) { return a * b; }
+#else
+DEVICE float rounded_product(float a, float b) {
+  float y;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+#endif
+
 DEVICE float bf16_to_float(bf16 x) { return __builtin_bit_cast(float, static_cast<u32>(x.bits) << 16); }
 DEVICE bf16 float_to_bf16(float x) {
 #if !defined(CUFLASH_EMULATED) && __CUDA_ARCH__ >= 800
