@@ -347,7 +347,7 @@ def test_gpu_unstarred_in_full(build):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kernel", [None, "fwd_02_tiled", "fwd_09_overlap", "fwd_10_persistent"])
 def test_scores_of_any_size_leave_rows_of_one_key(dtype, kernel):
-    """Far above 2^24 the next float32 is whole units away, and so is a maximum from the score that it is of."""
+    """Far above 2^24 the next float32 is whole units away, as a rounded maximum is from its score."""
     rng = np.random.default_rng(0)
     size = 6e4 if dtype == "float16" else 1e10
     q, k, v = (rng.uniform(-1, 1, (1, n, 2, 64)) for n in (20, 300, 300))
