@@ -148,7 +148,7 @@ FWD_10 = Row(
         _tile(128, 80, 192, Q_STAGES=1, OVERLAP=1, **SHORT),
         _tile(128, 80, 192, Q_STAGES=1, OVERLAP=1),
         _tile(128, 64, 256, O_BUFFER=2, Q_STAGES=1, OVERLAP=1, **SHORT),
-        _tile(128, 64, 256, **WIDE),
+        _tile(128, 64, 256, O_BUFFER=2, Q_STAGES=1, OVERLAP=1),
     ),
     (
         Step(

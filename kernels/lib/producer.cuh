@@ -17,7 +17,7 @@ struct Producer {
   Ring<n_stages> K_at, V_at;
   Ring<2> work_at;
   Ring<q_stages> Q_at;
-  Ring<1> landed_at, O_at;
+  Ring<1> landed_at;
 
   DEVICE void run() {
     if constexpr (!plans) {   // it is the planner too, when it has copied a query tile
@@ -86,8 +86,8 @@ struct Producer {
     if (has_block_mask) let_plan();
   }
   DEVICE void wait_for_O() {   // of the query tile before, which left through stages of V
-    if (borrows_V && lane == 0) O_at.wait_empty(smem.O_read);
-    if (borrows_V) O_at.next();
+    const u32 phase = work_at.stage;   // one a query tile
+    if (borrows_V && lane == 0) mbarrier_wait(smem.O_read.address(0, 0), phase ^ 1);
   }
   DEVICE void let_plan() {
     if constexpr (!plans) return;
