@@ -24,8 +24,7 @@
 //              | dS [2][own, peer][64, 64] | P [2], as registers hold it | lse, delta | steps, tiles
 //              | barriers
 // Registers    per thread at 256: dV or dK 128, S or dP 32, dQ 32, P or dS packed 16; loader 24, groups 240
-//              No spills without options that change or sum scores (deterministic at 256: 40 bytes, outside
-//              the products); with them up to 1.6 KB, where all meet
+//              No spills without options that change or sum scores; with them up to 1.6 KB, where all meet
 // Bytes        per block: K, V, dK, dV once; half of Q and dO, an addition to half of dQ per query tile
 // Barriers     <operand>_full: landed.  Q_empty, dO_empty, dS_empty: both groups of both blocks have used it.
 //              keys_empty: both groups of this block have.  S_read, dP_read: lse and the step, delta have

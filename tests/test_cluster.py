@@ -112,6 +112,12 @@ def test_compiled_without_spills_and_without_serialised_products(head_dims, caus
         assert build.compile(found.main.job).warnings == ()
 
 
+def test_turns_cost_no_spills():
+    x = cuflash.spec((1, 4096, 16, 256), "bfloat16")
+    found = cuflash.explain(x, x, x, backward=True, deterministic=True, device="sm_90a", kernel=ROW)
+    assert found.spills == 0 and build.compile(found.main.job).warnings == ()
+
+
 def test_it_runs_on_hopper_alone():
     q = cuflash.spec((1, 256, 4, 256), "float16")
     with pytest.raises(CuflashError, match="needs sm_90a, and no other, this device is sm_100"):

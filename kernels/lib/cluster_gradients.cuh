@@ -26,7 +26,13 @@ struct GradientsGroup {
 
   DEVICE void run() {
     u32 n = 0;
-    for (read_step(0); step.exists(); read_step(++n)) walk_tile(n);
+    read_step(0);
+    if constexpr (stays) {
+      for (; step.exists(); read_step(++n)) walk_tile(n);
+    } else if (step.exists()) {
+      walk_tile(n);
+      ++n;
+    }
     if (n == 0) return;
     // What the peer's groups say of the last dS has arrived: nothing reaches into a block that has left.
     wait_empty(smem.dS_empty, n);

@@ -27,7 +27,12 @@ struct WeightsGroup {
     scale_log2 = head_rules_of(args, sequence_of(args, 0), 0).scoring.scale_log2;
     pin(scale_log2);
     u32 n = 0;
-    for (read_step(0); step.exists(); read_step(++n)) walk_tile(n);
+    read_step(0);
+    if constexpr (stays) {
+      for (; step.exists(); read_step(++n)) walk_tile(n);
+    } else if (step.exists()) {
+      walk_tile(n);
+    }
   }
 
   // A tile of keys, from its first step n on, to its last.
