@@ -10,7 +10,8 @@ atomic adds of a GPU flush to zero, so that a sum of such numbers has no digits 
 
 The reference is `cuflash.reference` in float64 (np.longdouble for float64 inputs).  The baseline is
 `reference.unfused(dtype)`: the same mathematics as a plain library computes it, rounded to the dtype
-after each step.  lse, delta, dsink and dalibi_slopes are judged against the float32 baseline whatever the
+after each step; where once is not enough, the largest error of up to 200 draws of its roundings and of the
+order of its sums counts.  lse, delta, dsink and dalibi_slopes are judged against the float32 baseline whatever the
 input dtype.
 
 Where the reference is not finite the result must be of the same kind (NaN, +inf, -inf); where it is
@@ -92,7 +93,10 @@ def allowed_kinds(
 
 # One draw of few numbers, or of a sum that cancels, may be exact by luck: then more are made.  More draws
 # only raise the limit, so what passes with few need not wait for many.
-N_DRAWS = (1, 4, 24)
+# One draw, mostly.  Errors of one row are few numbers of a wide distribution: of 5,000 calls some have a row
+# that is 9 times the median draw, which 24 draws do not reach.  Who is far off is not drawn for so often.
+N_DRAWS = (1, 4, 24, 200)
+FAR_OFF = 2
 
 
 class Draws:
@@ -116,7 +120,7 @@ def judge_drawn(name: str, result: Any, reference: Any, draws: Draws, **options:
     """`judge` with one baseline and, only where that is not enough, with the largest error of several."""
     for n in N_DRAWS:
         verdict = judge(name, result, reference, draws.first(n, name), **options)
-        if verdict.passed:
+        if verdict.passed or (n >= 24 and not verdict.error <= FAR_OFF * verdict.limit):
             break
     return verdict
 

@@ -235,6 +235,7 @@ template <bool trusts> DEVICE bool attend(const Args& args, Smem& smem) {
     const bool odd = any(is_odd(O, state));
     if (lane == 0) smem.is_odd(0, thread / 32) = odd;
   }
+  take_headroom_back(O, state);
   const i64 x = opaque(blockIdx.x);   // asked again: its registers would be missing in the loop
   const QueryTile mine = tile_of(args, x / n_shares);
   using To = Choice<is_split, acc, out_elem>::type;

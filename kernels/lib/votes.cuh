@@ -43,6 +43,19 @@ DEVICE void hide_scores(const Args& args, const Sequence& seq, const Rules& rule
 // How far below 1 the weight of the first maximum is: weights may grow by 2^(15 + HEADROOM) in float16.
 constexpr float HEADROOM = is_same<elem, f16> ? 4 : 0;
 
+// The same sums under the maximum itself, by exact steps: m + log2(l) would cancel, and log2 is approximate.
+template <int n_cols> DEVICE void take_headroom_back(Fragment<n_cols>& O, RowState& state) {
+  if constexpr (HEADROOM == 0) return;
+  constexpr float factor = 1 << static_cast<int>(HEADROOM);
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) {
+    state.m[r] -= HEADROOM;
+    state.l[r] *= factor;
+#pragma unroll
+    for (int c = 0; c < O.n; ++c) O.of_row(r, c, 0) *= factor, O.of_row(r, c, 1) *= factor;
+  }
+}
+
 // Where a score exceeds m by more than LAZY_LOG2 m moves, and l and O are rescaled.
 template <int n_cols>
 DEVICE void move_maximum(Fragment<tile_kv>& S, RowState& state, Fragment<n_cols>& O, float late_scale) {
