@@ -11,8 +11,8 @@ atomic adds of a GPU flush to zero, so that a sum of such numbers has no digits 
 The reference is `cuflash.reference` in float64 (np.longdouble for float64 inputs).  The baseline is
 `reference.unfused(dtype)`: the same mathematics as a plain library computes it, rounded to the dtype
 after each step; where once is not enough, the largest error of up to 200 draws of its roundings and of the
-order of its sums counts.  lse, delta, dsink and dalibi_slopes are judged against the float32 baseline whatever the
-input dtype.
+order of its sums counts.  lse, delta, dsink and dalibi_slopes are judged against the float32 baseline
+whatever the input dtype.
 
 Where the reference is not finite the result must be of the same kind (NaN, +inf, -inf); where it is
 finite, anything else fails, except NaN at places named by `may_be_nan` and an overflow of the result's
