@@ -97,7 +97,8 @@ template <bool trusts> DEVICE bool attend(const Args& args, Smem& smem) {
   if constexpr (is_split) keys = share_of(keys, blockIdx.x % n_shares, span);
   const i32 row0 = own.i0 + warp_row, row1 = row0 + row_blocks * 16;
   const Range some = some_see(args, seq, row0, smallest(row1, i1));
-  const Range all = all_see<asks_blocks>(args, seq, row0, has_bias ? row1 : smallest(row1, i1));   // bias: rows must exist
+  // With a bias rows must exist.
+  const Range all = all_see<asks_blocks>(args, seq, row0, has_bias ? row1 : smallest(row1, i1));
   Walk walk(args.blocks, seq.b, own.h, own.i0, i1, keys.begin, lane);
   const auto next_span = [&](i32 j) {
     if constexpr (has_block_mask) return walk.next(j);

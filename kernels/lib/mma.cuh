@@ -12,8 +12,8 @@
 #pragma once
 #include "types.cuh"
 
-// Of a float mma_tf32_k8 takes the first 11 bits and cuts the others: the number is first made larger by half a
-// unit of its last bit, within a third.  Numbers of 11 bits stay what they are, NaN and infinity too.
+// Of a float mma_tf32_k8 takes the first 11 bits and cuts the others: the number is first made larger by half
+// a unit of its last bit, within a third.  Numbers of 11 bits stay what they are, NaN and infinity too.
 DEVICE float before_tf32(float x) { return x * (1 + 1.f / 3072); }
 
 #ifdef CUFLASH_EMULATED

@@ -163,8 +163,8 @@ DEVICE void multiply_columns(Result& result, TileA& A, TileB& B, int d0, int war
 }
 
 // Where the shares of S^T and dP^T would be small, half of the warps makes S^T and the other half dP^T, in
-// shares twice as wide, and pairs of warps trade: of 32 columns each keeps 16 and gets the other's same 16 (of
-// 16 columns, where there are no more, 8).
+// shares twice as wide, and pairs of warps trade: of 32 columns each keeps 16 and gets the other's same 16
+// (of 16 columns, where there are no more, 8).
 template <class Half> struct Trade {
   static constexpr int n_given = Half::row_blocks * Half::n / 2;
   static constexpr int turn = Half::n == 2 ? 1 : 2;   // neighbouring pieces that stay together
