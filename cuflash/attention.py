@@ -105,8 +105,7 @@ def attention(
     nothing gives out 0 and lse -inf, or its sink.  The result is bitwise repeatable for the same inputs,
     plan, GPU model and version.  Kernels hold scores in units of ln 2: on a GPU a finite bias beyond 2.3e38
     counts as infinite, finfo(float32).min too, so that a row of nothing else sees nothing.  Scores beyond
-    1e8 in size lie 8 and more apart in float32: gradients made from such a lse may be wrong or infinite, and
-    fwd_05_pipeline may give 0 or NaN for rows of them.
+    1e8 in size lie 8 and more apart in float32: gradients made from such a lse may be wrong or infinite.
 
     NumPy arrays are computed on the CPU and give NumPy arrays.  Arrays on a CUDA device give CuPy arrays, on
     that device's current stream, without synchronizing.

@@ -33,11 +33,11 @@
 //              options in 16 bits and in float32 to head_dim 128; above, the bytes that the row says
 // Built        bfloat16, causal, NVRTC 12.9: registers of a thread, KB of shared memory, by head_dim
 //                             64         96         128        192        256
-//              sm_80, 256     231 48     239 60     249 64     210 72     242 128
-//              sm_89, 256     233 48     210 36     247 48     210 48     244 96
-//              sm_120, 256    218 48     208 36     254 48     219 48     244 96
-//              sm_90, 256     168 48     253 72     251 96     245 72     253 96
-//              sm_90, 8192    254 80     248 96     251 96     245 72     253 192
+//              sm_80, 256     231 48     236 60     251 64     210 72     242 128
+//              sm_89, 256     233 48     212 36     248 48     209 48     244 96
+//              sm_120, 256    218 48     213 36     254 48     219 48     244 96
+//              sm_90, 256     168 48     253 72     254 96     244 72     253 96
+//              sm_90, 8192    248 80     246 96     254 96     244 72     253 192
 // Bytes        per block: Q once, K and V of its key range, O once
 // Barriers     2 stages: 1 block_sync a span, "it is there, and everyone has used the one before".
 //              1 stage: 2, "K is there, V may be overwritten" and the other way round

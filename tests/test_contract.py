@@ -344,15 +344,35 @@ def test_gpu_unstarred_in_full(build):
     drawn(build, 25, MEDIUM, lambda call: check_on_gpu(call, starred=False))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("kernel", [None, "fwd_02_tiled", "fwd_09_overlap", "fwd_10_persistent"])
-def test_scores_of_any_size_leave_rows_of_one_key(dtype, kernel):
-    """Far above 2^24 the next float32 is whole units away, as a rounded maximum is from its score."""
+def check_scores_of_any_size(dtype, kernel, place=np.asarray):
+    """Far above 2^24 the next float32 is whole units away, as a rounded maximum is from its score: rows of
+    one key are left."""
     rng = np.random.default_rng(0)
     size = 6e4 if dtype == "float16" else 1e10
     q, k, v = (rng.uniform(-1, 1, (1, n, 2, 64)) for n in (20, 300, 300))
     q, k, v = (size * q).astype(dtype), (size * k).astype(dtype), v.astype(dtype)
-    out, lse = cuflash.attention(q, k, v, kernel=kernel, return_lse=True)
+    found = cuflash.attention(place(q), place(k), place(v), kernel=kernel, return_lse=True)
+    out, lse = (to_numpy(array) for array in found)
     expected, expected_lse = cuflash.reference.attention(q, k, v, return_lse=True)
     np.testing.assert_allclose(out.astype(np.float32), expected, rtol=0, atol=0.01)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+
+
+LARGE = [
+    pytest.param(dtype, kernel, id=f"{dtype}-{kernel}")
+    for dtype in ("float16", "bfloat16")
+    for kernel in (None, "fwd_02_tiled", "fwd_05_pipeline", "fwd_09_overlap", "fwd_10_persistent")
+]
+
+
+@pytest.mark.parametrize("dtype, kernel", LARGE)
+def test_scores_of_any_size(dtype, kernel):
+    check_scores_of_any_size(dtype, kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, kernel", LARGE)
+def test_scores_of_any_size_on_a_gpu(dtype, kernel):
+    import cupy
+
+    check_scores_of_any_size(dtype, kernel, cupy.asarray)

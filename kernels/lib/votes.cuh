@@ -93,7 +93,10 @@ template <bool is_set> DEVICE void weigh(Fragment<tile_kv>& S, RowState& state, 
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& weight = S.of_row(r, c, e);
-        weight = exp2_approx(weight * late_scale - reference);
+        // As in lazy.cuh: fused, scores beyond 2^30 would keep half an ulp of the maximum.  Where all rows
+        // have a maximum a weight may be anything: what becomes too large starts again, and looks.
+        const float scaled = is_set ? weight * late_scale : rounded_product(weight, late_scale);
+        weight = exp2_approx(scaled - reference);
         l += weight;
       }
     state.l[r] = l;
