@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from close import Judge, to_numpy
 from hypothesis import given, settings
-from problems import BUILD_VALUES, Build, calls, covering_builds, list_of_calls
+from problems import BUILD_VALUES, Build, calls, copy_to_device, covering_builds, list_of_calls
 
 import cuflash
 from cuflash import launch, plan, results, rows
@@ -373,6 +373,4 @@ def test_scores_of_any_size(dtype, kernel):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, kernel", LARGE)
 def test_scores_of_any_size_on_a_gpu(dtype, kernel):
-    import cupy
-
-    check_scores_of_any_size(dtype, kernel, cupy.asarray)
+    check_scores_of_any_size(dtype, kernel, copy_to_device)
