@@ -69,7 +69,13 @@ def _close_grid(problem: Problem, p: Params) -> Grid:
     return (0, 1, 1) if p.get("FINISHES") else _place_grid(problem, p)
 
 
-OPEN = Step("pass_query_tiles__open", _place_grid, threads=256, uses=QUERY_TILE_USES)
+def _open_grid(problem: Problem, p: Params) -> Grid:
+    """Where keys have no queries, too, somebody sets the counter of the key tiles to 0."""
+    has_keys = problem.batch * problem.heads_k * problem.len_k > 0
+    return max(int(has_keys), places(problem, p)), 1, 1
+
+
+OPEN = Step("pass_query_tiles__open", _open_grid, threads=256, uses=QUERY_TILE_USES)
 CLOSE = Step("pass_query_tiles__close", _close_grid, threads=256, uses=QUERY_TILE_USES, overlaps=True)
 # Gradients of the options read delta as the rungs before keep it.
 OPTION_DELTA = Step(

@@ -65,13 +65,13 @@ CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedAr
       else if (deterministic && thread / 32 == 2) wait_for_turns(args, smem, lane);
       else if (deterministic && thread / 32 == 3) announce_turns(args, smem, lane);
     }
-    warp_sync();   // the warp is together
   } else {
     registers_grow<240>();
     cluster_wait();   // the barriers of both blocks are ready
     if (group == 1) WeightsGroup(args, smem, thread).run();
     else GradientsGroup(args, smem, thread).run();
   }
+  warp_sync();                // the warp is together
   cluster_arrive_relaxed();   // all that the peer sends has arrived
   cluster_wait();             // nobody reaches into a block that has left
 }

@@ -31,6 +31,17 @@ def test_the_core_is_not_refused():
             assert line.status == "passed", f"{row}, {name}: {line.message}"
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("row, head_dim", [(ROWS[0], 64), (ROWS[1], 128), ("bwd_07_cluster", 192)])
+def test_keys_without_queries_get_zeros(row, head_dim, deterministic):
+    """Nobody opens a query tile then, and the counter of the key tiles is 0 all the same."""
+    q, k = np.ones((1, 0, 2, head_dim), np.float16), np.ones((1, 700, 2, head_dim), np.float16)
+    lse = np.zeros((1, 2, 0), np.float32)
+    options = dict(kernel=row, deterministic=deterministic)
+    found = cuflash.attention_backward(q, q, k, k, q, lse, **options)
+    assert not found.dk.any() and not found.dv.any()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
