@@ -102,19 +102,20 @@ def test_blocks_add_to_dq_in_turn(name):
 def test_short_walks_of_many_blocks_add_in_turn(monkeypatch):
     """The first stores, the last makes dq: no zeros, no __close."""
 
-    def closes(batch, length, **options):
-        q = cuflash.spec((batch, length, 16, 128), "bfloat16")
+    def closes(batch, length, heads_k=16, **options):
+        q, k = (cuflash.spec((batch, length, heads, 128), "bfloat16") for heads in (16, heads_k))
         found = cuflash.explain(
-            q, q, q, device="sm_90a", kernel="bwd_06_specialize", backward=True, **options
+            q, k, k, device="sm_90a", kernel="bwd_06_specialize", backward=True, **options
         )
         assert found.spills == 0
         return "pass_query_tiles__close" in {one.name for one in found.launches}
 
     assert not closes(32, 512) and not closes(32, 512, causal=True) and not closes(8, 2048)
     assert closes(4, 4096) and closes(1, 512) and closes(32, 512, window=(100, None))
+    assert closes(32, 512, heads_k=4)
     monkeypatch.setattr(rows_hopper_backward, "MANY_BLOCKS", 0)
     for seed, head_dim, causal in [(0, 64, False), (1, 128, True), (2, 96, True)]:
-        dout, q, k, v, *_ = draw((1, 200, 300, 4, 2, head_dim, head_dim), "bfloat16", {})
+        dout, q, k, v, *_ = draw((1, 200, 300, 3, 3, head_dim, head_dim), "bfloat16", {})
         with emulator.options(seed=seed):
             given, options = Build(dtype="bfloat16"), {"causal": causal}
             run(Call(q, k, v, dout=dout, dlse=None, options=options, build=given), "bwd_06_specialize")
