@@ -166,17 +166,12 @@ def make_call(pick, seed, build, max_length, max_scores, extreme):
     """
     build = build or draw_build(pick)
     rng = np.random.default_rng(seed)
-    choices = []
+    ask, choices = pick, []
 
-    def pick_and_note(name, values):
-        choices.append((name, pick(name, values)))
+    def pick(name, values):
+        choices.append((name, ask(name, values)))
         return choices[-1][1]
 
-    return filled_call(pick_and_note, choices, rng, build, max_length, max_scores, extreme, seed)
-
-
-def filled_call(pick, choices, rng, build, max_length, max_scores, extreme, seed):
-    """make_call once its build is known; choices: filled by pick."""
     sizes = draw_sizes(pick, build, max_length, max_scores)
     layout = "bshd" if build.sequences == "packed" else pick("layout", ("bshd", "bhsd"))
     values = pick("values", ("normal", "large", "same", "normal") if extreme else ("normal",))
