@@ -10,10 +10,15 @@ Starred rows take every call of the covering list of builds.  Unstarred rows ref
 a list of their own, of the options that they do.  A row's refusal is a sentence that begins with its name.
 The names of the long runs begin with a shard, for several processes where xdist is not installed:
 pytest -m "full and gpu" -k shard03.
+With CUFLASH_DRAWN=DIR a long run of starred rows on a GPU writes DIR/<build>.json: how many calls, and which
+rows were judged how often; `python tests/drawn.py DIR...` makes one record of them.
 """
 
+import os
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +27,7 @@ from hypothesis import given, settings
 from problems import BUILD_VALUES, Build, calls, copy_to_device, covering_builds, list_of_calls
 
 import cuflash
-from cuflash import launch, plan, results, rows
+from cuflash import launch, plan, records, results, rows
 from cuflash.arrays import array_spec
 from cuflash.check import check
 from cuflash.copies import BY_TMA
@@ -33,6 +38,7 @@ CORE = ("dtype", "head_dim", "head_dim_v", "out_dtype", "dout_dtype", "causal", 
 ROWS = {"forward": rows.FORWARD, "backward": rows.BACKWARD}
 SMALL = dict(max_length=70, max_scores=2**12)  # for the emulator
 MEDIUM = dict(max_length=200, max_scores=2**15)
+JUDGED = Counter()  # row -> results of it that were judged right; "calls": calls on a GPU, all rows right
 
 
 def builds(step=1, core=False):
@@ -67,9 +73,10 @@ def check_rows(call, judge, starred=True):
 
 @contextmanager
 def named(row):
-    """A failure within says whose it is."""
+    """A failure within says whose it is; what passes is counted."""
     try:
         yield
+        JUDGED[row.name] += 1
     except AssertionError as failure:
         failure.add_note(f"by {row.name}")
         raise
@@ -316,6 +323,16 @@ def check_on_gpu(call, starred=True):
     has_lengths = call.build.sequences != "plain"
     for device_lengths in (False, True) if has_lengths else (False,):
         check_rows(call.on_device(device_lengths), judge, starred)
+    JUDGED["calls"] += 1
+
+
+def write_drawn(name):
+    """One build's part of the record, where CUFLASH_DRAWN names a folder."""
+    if folder := os.environ.get("CUFLASH_DRAWN"):
+        judged = dict(JUDGED)
+        n_calls = judged.pop("calls")
+        payload = {"build": name, "calls": n_calls, "judged": judged}
+        records.write("drawn", payload, rows=judged, path=Path(folder) / f"{name}.json")
 
 
 @pytest.mark.gpu
@@ -333,8 +350,10 @@ def test_gpu_unstarred(build):
 @pytest.mark.gpu
 @pytest.mark.full
 @pytest.mark.parametrize("build", builds())
-def test_gpu_in_full(build):
+def test_gpu_in_full(build, request):
+    JUDGED.clear()
     drawn(build, 105, MEDIUM, check_on_gpu)
+    write_drawn(request.node.callspec.id)
 
 
 @pytest.mark.gpu
