@@ -48,7 +48,7 @@ constexpr int held_steps =
 struct Consumer : KeyGroup<Smem, held_steps> {
   using KeyGroup<Smem, held_steps>::KeyGroup;
   using Stage = Ring<n_stages>;
-  const i32 until = in_turn ? first_until(args, seq, own.j0) : 0;
+  const Ends ends = Ends(args, seq, own.j0, own.turned);
 
   // A step's S and dP.
   DEVICE void ask_scores(const Stage& now, i32 i0) {
@@ -86,13 +86,15 @@ struct Consumer : KeyGroup<Smem, held_steps> {
   // Where a step's dQ goes.
   struct Sum {
     i32 place, h, i0;
-    bool is_first;   // in_turn: of the blocks that meet the tile
+    bool is_first, is_last;   // in_turn, finishes: of the blocks that meet the tile
   };
   DEVICE Sum sum_of(const QueryWalk<Walk>& at) {
-    return {place_of(args, seq, at.h, at.i0), at.h, at.i0, in_turn && is_first(args, seq, at.i0, until)};
+    return {place_of(args, seq, at.h, at.i0), at.h, at.i0,
+            in_turn && ends_until(args, seq, at.i0, ends.first),
+            finishes && ends_until(args, seq, at.i0, ends.last)};
   }
   DEVICE void add(const Stage& step, const Sum& sum) {
-    if (finishes && own.j0 == 0) finish_dQ(sum.place, !sum.is_first, sum.h, sum.i0);
+    if (finishes && sum.is_last) finish_dQ(sum.place, !sum.is_first, sum.h, sum.i0);
     else add_dQ(sum.place, sum.is_first);
     if constexpr (in_turn) mbarrier_arrive(smem.added.address(0, step.stage));
   }
@@ -193,7 +195,7 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
     const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
     // moved: else the compiler asks for threadIdx again in every step.
     Consumer mine(args, smem, own, seq, meeting, warpgroup - 1, moved(threadIdx.x % 128));
-    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane);
+    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane, own.turned);
     if (at.exists()) {
       KV_at.wait_full(smem.KV_full);   // K and V are there
       KV_at.next();

@@ -1,12 +1,15 @@
 """bwd_05_wgmma and bwd_06_specialize: results and order on a CPU, registers without a GPU."""
 
+import re
+import shutil
+
 import numpy as np
 import pytest
 from problems import Build, Call, covering_builds, list_of_calls
 from test_backward_kernels import draw, run, same_bits
 
 import cuflash
-from cuflash import build, checks, emulator, rows_hopper_backward
+from cuflash import build, checks, emulator, launch, rows_hopper_backward
 from cuflash.cases import cases
 
 ROWS = ("bwd_05_wgmma", "bwd_06_specialize")
@@ -119,6 +122,54 @@ def test_short_walks_of_many_blocks_add_in_turn(monkeypatch):
         with emulator.options(seed=seed):
             given, options = Build(dtype="bfloat16"), {"causal": causal}
             run(Call(q, k, v, dout=dout, dlse=None, options=options, build=given), "bwd_06_specialize")
+
+
+def test_the_last_heads_are_walked_from_the_last_query_on(monkeypatch, tmp_path):
+    """Sections of two heads: of nine the last four, with the longest walks first; one head is left over."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(build.kernels_directory(), folder, ignore=shutil.ignore_patterns("measured"))
+    header = folder / "lib" / "key_rows.cuh"
+    text, n = re.subn(r"(section_tiles = ).*;", r"\g<1>6;", header.read_text())
+    assert n == 1
+    header.write_text(text)
+    monkeypatch.setattr(rows_hopper_backward, "MANY_BLOCKS", 0)
+    launch.forget()
+    with build.sources_from(folder):
+        for seed, more in enumerate([{}, {}, {"query_offset": 100}]):
+            deterministic = seed == 1
+            dout, q, k, v, *_ = draw((1, 260, 300, 9, 9, 8, 8), "bfloat16", {})
+            given = Build(dtype="bfloat16", causal=True, deterministic=deterministic)
+            options = {"causal": True, **more}
+            call = Call(
+                q, k, v, dout=dout, dlse=None, options=options, build=given, deterministic=deterministic
+            )
+            with emulator.options(seed=seed):
+                run(call, "bwd_06_specialize")
+    launch.forget()
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("options", ["causal", "alibi", "mask", "softcap"])
+def test_nan_reaches_what_a_small_weight_connects(row, options):
+    """A weight far below 2^-133 is not a hidden one: a row of dO that is NaN makes dq and dk NaN."""
+    dout, q, k, v, *_ = draw((1, 100, 150, 1, 1, 64, 64), "bfloat16", {})
+    q[:, 40], k[:, ::2] = 3, -40
+    dout[:, 40] = np.nan
+    given = {
+        "causal": {"causal": True},
+        "alibi": {"causal": True, "alibi_slopes": np.full(1, 0.5, np.float32)},
+        "mask": {"mask": np.arange(100)[:, None] * 0 + np.arange(150) % 3 > 0},
+        "softcap": {"causal": True, "softcap": 500.0},
+    }[options]
+    if row == "bwd_05_wgmma" and options != "causal":
+        return
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **given)
+    found = cuflash.attention_backward(dout, q, k, v, out, lse, kernel=row, **given)
+    exact = cuflash.reference.attention_backward(dout, q, k, v, out, lse, **given)
+    for name in ("dq", "dk"):
+        is_nan = np.isnan(getattr(exact, name).astype(np.float32))
+        assert is_nan.any() and not is_nan.all(), name
+        assert np.array_equal(is_nan, np.isnan(getattr(found, name).astype(np.float32))), name
 
 
 def test_rows_past_an_end_may_hold_anything():

@@ -98,12 +98,12 @@ struct GradientsGroup {
         dS[k][r] = pack<elem>(low * dP[2 * at], high * dP[2 * at + 1]);
       }
     }
-    if (has_bias || step.tests()) {   // a weight of 0 may have met NaN
+    if (has_bias || step.tests()) {   // a hidden pair may have met NaN
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const Vec16<u32> packed = smem.P.as<Vec16<u32>>((n % 2 * 4 + k) * 128 + thread, 0);
 #pragma unroll
-        for (int r = 0; r < 4; ++r) dS[k][r] &= spread_signs(packed.item[r] + 0x7fff7fffu);
+        for (int r = 0; r < 4; ++r) dS[k][r] = hide_scores(dS[k][r], packed.item[r]);
       }
     }
   }

@@ -46,13 +46,15 @@ struct alignas(16) Own {
   i32 j0;     // first key; NO_WORK: there is no tile of this number
   i32 slot;   // number of the key tile among all sequences'
   i32 h_begin, h_end;
-  i32 shares;   // adds to dK_sum, dV_sum
-  i32 exists;   // false: an empty slot of a packed call
+  bool shares;   // adds to dK_sum, dV_sum
+  bool exists;   // false: an empty slot of a packed call
+  bool turned;   // walks from the last query to the first
 };
 constexpr i32 NO_WORK = -1;
 DEVICE Own same_in_all_lanes(const Own& x) {   // so the compiler sees that it is
   return {shfl(x.b, 0), shfl(x.h_k, 0), shfl(x.j0, 0), shfl(x.slot, 0),
-          shfl(x.h_begin, 0), shfl(x.h_end, 0), shfl(x.shares, 0), shfl(x.exists, 0)};
+          shfl(x.h_begin, 0), shfl(x.h_end, 0), shfl(int(x.shares), 0) != 0, shfl(int(x.exists), 0) != 0,
+          may_turn && shfl(int(x.turned), 0) != 0};
 }
 
 constexpr u32 enough_blocks = 132;   // = ENOUGH_BLOCKS of rows_hopper_backward.py
@@ -65,7 +67,7 @@ DEVICE Own own_of(const Args& args, u32 x) {
   own.j0 = NO_WORK;
   if (part >= parts) return own;
   i64 slot = 0;
-  const KeyTile keys = key_tile_along(args, x - part * n_blocks, slot);
+  const KeyTile keys = key_tile_along(args, x - part * n_blocks, slot, own.turned);
   own.b = static_cast<i32>(keys.seq.b);
   own.h_k = static_cast<i32>(keys.h);
   own.j0 = keys.j0;

@@ -3,7 +3,8 @@
 // The producer takes tiles of keys one after another, announces each to the others, and copies its K and V,
 // then Q, lse and delta, dO of every query tile that sees those keys.  It runs ahead of the consumers, into
 // the next tile of keys too, as far as stages are empty.
-// All 32 lanes walk, one waits and acts: one that waited for itself could miss two phases of a barrier.
+// All 32 lanes walk, one waits and acts: others that waited could miss two phases of a barrier, unless their own
+// arrival ends one of them.
 #pragma once
 #include "dependent.cuh"
 #include "key_group.cuh"
@@ -29,7 +30,7 @@ constexpr int turn_takers = in_turn ? 2 : 0;   // warps that follow the work bes
 
 DEVICE void start_barriers(Smem& smem) {
   for (int stage = 0; stage < n_stages; ++stage) {
-    mbarrier_init(smem.Q_full.address(0, stage), 1);
+    mbarrier_init(smem.Q_full.address(0, stage), asks_blocks ? 32 : 1);
     mbarrier_init(smem.dO_full.address(0, stage), 1);
     mbarrier_init(smem.empty.address(0, stage), group_threads);
     mbarrier_init(smem.dS_full.address(0, stage), group_threads + turn_takers);
@@ -92,7 +93,7 @@ struct Producer {
   DEVICE void load(const Own& own, bool first) {
     const Sequence seq = sequence_of(args, own.b);
     const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
-    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane);
+    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane, own.turned);
     const bool exists = at.exists();
     if (first) {
       if (exists) load_KV(own, seq);
@@ -125,11 +126,10 @@ struct Producer {
     constexpr u32 rows_bytes = 2 * tile_q * sizeof(float);
     const int stage = at_stage.stage, row = static_cast<int>(at.seq.q_row0) + at.i0;
     const u32 full = smem.Q_full.address(0, stage);
-    if (lane == 0) at_stage.wait_empty(smem.empty);   // both groups have used this stage
-    if constexpr (asks_blocks) {
-      warp_sync();   // the stage is empty: its kept blocks may be written
+    if (asks_blocks || lane == 0) at_stage.wait_empty(smem.empty);   // both groups have used this stage
+    if constexpr (asks_blocks) {   // every lane writes, so it waits and arrives too
       smem.fill_blocks(at.blocks, at.i0, lane, stage);
-      warp_sync();   // they are: the arrival below says so too
+      if (lane != 0) mbarrier_arrive(full);
     }
     if (lane != 0) return;
     const i64 first_row = static_cast<i64>(place_of(args, at.seq, at.h, at.i0)) * 2 * tile_q;
@@ -151,55 +151,57 @@ DEVICE i64 turn_place(const Args& args, const Sequence& seq, const QueryWalk<Wal
 // in_turn: two threads keep the turns, so that neither's time counts with the other's (together they take
 // longer than a step).  Both arrive at dS_full, where the consumers wait before they make dQ.
 //
-// One waits until it is the block's turn to add to the next tile of dQ.
-DEVICE void wait_for_turns(const Args& args, Smem& smem, int lane) {
-  const Global<i32> turns(args.workspace[SLOT_TURNS]);
+// Lane 0 of such a warp at every step of every tile of keys: visit(step, counter of the turns, the turn).  It
+// comes when dS_full has ended for the step before in this stage: an arrival counts for this one.
+template <class Visit, class Leave>
+DEVICE void at_every_turn(const Args& args, Smem& smem, int lane, Visit visit, Leave leave) {
   Ring<n_stages> step;
-  previous_kernel_wait();   // no turn has been taken
   for (u32 n = 0;; ++n) {
     const Own own = work_of(smem, n);
     if (own.j0 == NO_WORK) break;
     const Sequence seq = sequence_of(args, own.b);
     const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
-    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane);
+    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane, own.turned);
 #pragma unroll 1
     for (; at.exists(); at.next(), step.next()) {
       if (lane != 0) continue;
-      step.wait_empty(smem.dS_full);   // of the step before in this stage: an arrival counts for this one
-      turns.wait_for(turn_place(args, seq, at), turn_of(args, seq, at.i0, own.j0));
-      mbarrier_arrive(smem.dS_full.address(0, step.stage));
+      step.wait_empty(smem.dS_full);
+      visit(step, 2 * place_of(args, seq, at.h, at.i0), turn_of(args, seq, at.i0, own.j0, own.turned));
     }
+    leave(step);
     leave_work(smem, n);
   }
+}
+DEVICE Ring<n_stages> before(Ring<n_stages> step) {
+  step.phase ^= step.stage == 0;
+  step.stage = step.stage == 0 ? n_stages - 1 : step.stage - 1;
+  return step;
+}
+// One waits until it is the block's turn to add to the next tile of dQ.
+DEVICE void wait_for_turns(const Args& args, Smem& smem, int lane) {
+  const Global<i32> turns(args.workspace[SLOT_TURNS]);
+  previous_kernel_wait();   // no turn has been taken
+  const auto visit = [&](const Ring<n_stages>& step, i32 at, i32 turn) {
+    turns.wait_for(at, turn);
+    mbarrier_arrive(smem.dS_full.address(0, step.stage));
+  };
+  at_every_turn(args, smem, lane, visit, [](const Ring<n_stages>&) {});
 }
 // The other says when the block has added, a step late.  The next dQ waits for it, or it could miss two
 // phases of a barrier.
 DEVICE void announce_turns(const Args& args, Smem& smem, int lane) {
   const Global<i32> turns(args.workspace[SLOT_TURNS]);
-  Ring<n_stages> step;
-  for (u32 n = 0;; ++n) {
-    const Own own = work_of(smem, n);
-    if (own.j0 == NO_WORK) break;
-    const Sequence seq = sequence_of(args, own.b);
-    const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
-    QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane);
-    i64 place = -1;   // of the step before
-    Ring<n_stages> before = step;
-    const auto announce = [&] {
-      if (place < 0) return;
-      before.wait_full(smem.added);   // both groups have added
-      turns.add_release(place, 1);
-    };
-#pragma unroll 1
-    for (; at.exists(); at.next(), step.next()) {
-      if (lane != 0) continue;
-      step.wait_empty(smem.dS_full);   // as above
-      mbarrier_arrive(smem.dS_full.address(0, step.stage));
-      announce();
-      before = step;
-      place = turn_place(args, seq, at);
-    }
-    announce();
-    leave_work(smem, n);
-  }
+  i32 added = -1;   // counter of the step before, in the same tile of keys
+  const auto announce = [&](const Ring<n_stages>& step) {
+    if (added < 0) return;
+    before(step).wait_full(smem.added);   // both groups have added
+    turns.add_release(added, 1);
+    added = -1;
+  };
+  const auto visit = [&](const Ring<n_stages>& step, i32 at, i32) {
+    mbarrier_arrive(smem.dS_full.address(0, step.stage));
+    announce(step);
+    added = at;
+  };
+  at_every_turn(args, smem, lane, visit, announce);
 }

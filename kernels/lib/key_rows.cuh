@@ -68,20 +68,22 @@ template <class Walk> struct QueryWalk {
   Range queries;
   i32 own0, own1;   // keys
   i32 h_end, lane;
+  bool turned;      // from the last query to the first
   i32 h, i0;        // now
   Walk blocks;
 
   DEVICE QueryWalk(const Args& args, const Sequence& seq, const Range& queries, i32 own0, i32 h_begin,
-                   i32 h_end, int lane)
+                   i32 h_end, int lane, bool turned = false)
       : args(args), seq(seq), queries(queries), own0(own0), own1(smallest(own0 + tile_kv, seq.len_k)),
-        h_end(queries.begin < queries.end ? h_end : 0), lane(lane), h(h_begin),
-        i0(queries.begin / tile_q * tile_q),
+        h_end(queries.begin < queries.end ? h_end : 0), lane(lane), turned(may_turn && turned),
+        h(h_begin), i0(start()),
         blocks(args.blocks_of_key, seq.b, h_begin, own0, own0 < own1 ? own1 : own0, queries.begin, lane) {
     settle();
   }
   DEVICE bool exists() const { return h < h_end; }
+  DEVICE i32 start() const { return (turned ? queries.end - 1 : queries.begin) / tile_q * tile_q; }
   DEVICE void next() {
-    i0 += tile_q;
+    i0 += turned ? -tile_q : tile_q;
     settle();
   }
   // From a place that may be past the head's end, or hold no kept block, to the next one to visit.
@@ -92,9 +94,9 @@ template <class Walk> struct QueryWalk {
         const i32 kept = blocks.next(i0);
         if (!deterministic) i0 = kept;
       }
-      if (i0 < queries.end) return;
+      if (turned ? i0 + tile_q > queries.begin : i0 < queries.end) return;
       ++h;
-      i0 = queries.begin / tile_q * tile_q;
+      i0 = start();
       if (has_block_mask && exists())
         blocks = Walk(args.blocks_of_key, seq.b, h, own0, own1, queries.begin, lane);
     }
@@ -107,10 +109,11 @@ constexpr u32 section_tiles = head_dim_tile > 128 ? 64 : 256;
 
 // The x-th key tile: tiles of a head side by side.  With causal the heaviest tiles of a section of heads come
 // first, so that light ones fill the end; where blocks take turns the last keys do, and those whose turn is
-// after theirs come when most of it is over.  slot: its number among all sequences' tiles, as pass_dalibi
-// counts.
-DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
+// after theirs come when most of it is over.  may_turn: in the last sections the heaviest tiles come first all
+// the same, and are turned.  slot: its number among all sequences' tiles, as pass_dalibi counts.
+DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot, bool& turned) {
   KeyTile t = {};
+  turned = false;
   const u32 block = static_cast<u32>(x);   // of a grid: 32 bits are enough, and divided sooner
   if constexpr (is_packed) {
     const u32 slots = static_cast<u32>(n_slots(args, args.len_k, tile_kv));
@@ -127,11 +130,15 @@ DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
     if constexpr (causal || deterministic || in_turn) {
       const u32 all = heads_k * static_cast<u32>(args.batch);
       const u32 wide = smallest(largest(section_tiles / n_tiles, 1u), all);
-      const u32 section = block / (wide * n_tiles), place = block - section * wide * n_tiles;
-      const u32 here = smallest(wide, all - section * wide);   // the last one may be smaller
+      const u32 n_turned = may_turn && all >= 4 * wide ? 2 * wide : 0, n_others = all - n_turned;
+      const bool is_turned = block >= n_others * n_tiles;
+      const u32 begin = is_turned ? n_others : block / (wide * n_tiles) * wide;
+      const u32 here = is_turned ? n_turned : smallest(wide, n_others - begin);   // the last may be smaller
+      const u32 place = block - begin * n_tiles;
       tile = place / here;
-      head = section * wide + place - tile * here;
-      if constexpr (deterministic || in_turn) tile = n_tiles - 1 - tile;
+      head = begin + place - tile * here;
+      if ((deterministic || in_turn) && !is_turned) tile = n_tiles - 1 - tile;
+      turned = is_turned;
     }
     t.h = head % heads_k;
     t.seq = sequence_of(args, head / heads_k);
@@ -140,6 +147,11 @@ DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
     slot = tile * args.batch + t.seq.b;
   }
   return t;
+}
+
+DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot) {
+  bool turned;
+  return key_tile_along(args, x, slot, turned);
 }
 
 // ---- P
@@ -187,7 +199,11 @@ struct HeldRow {
 };
 DEVICE Pack<float, 2> pair_of(HeldRow& held, int, int c, int) { return held.pair[c]; }
 
-// S <- P = e^(score - lse), 0 where hidden.  slopes, with softcap: d score / d (scale q.k).
+// The weight of a hidden pair: it adds nothing, and is told from one that is so small that it is 0.
+constexpr float HIDDEN = -0.f;
+DEVICE bool is_hidden(float P) { return __builtin_bit_cast(u32, P) == 0x80000000u; }
+
+// S <- P = e^(score - lse), HIDDEN where hidden.  slopes, with softcap: d score / d (scale q.k).
 // statistics(row, .): lse of the tile's queries, as query_tiles.cuh keeps it.  keys: what the lane's two
 // keys may see. tests: false where every pair is known to be visible.
 template <bool tests, class Rows, class Kept>
@@ -214,9 +230,9 @@ DEVICE void make_weights(const Args& args, const HeadRules& rules, float (&S)[n_
       }
       if constexpr (is_plain) {
         x = exp2_approx(x * scale_log2 - lse.item[e]);
-        if (tests && !seen) x = 0;
+        if (tests && !seen) x = HIDDEN;
       } else {
-        float weight = 0;
+        float weight = HIDDEN;
         if (seen) {
           const float capped = capped_log2(rules.scoring, x);
           if constexpr (has_softcap) slopes[4 * c + n] = softcap_slope(rules.scoring, capped);
@@ -236,7 +252,7 @@ DEVICE void pack_scores(Words& words, const float (&x)[n_scores]) {
   for (int n = 0; n < n_scores / 2; ++n) words[n / 4][n % 4] = pack<elem>(x[2 * n], x[2 * n + 1]);
 }
 
-// P <- 0 for pairs that position hides.
+// P <- HIDDEN for pairs that position hides.
 DEVICE void hide_weights(Words& P, i32 i0, const Range (&queries)[2], int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -247,7 +263,7 @@ DEVICE void hide_weights(Words& P, i32 i0, const Range (&queries)[2], int lane) 
       const int n = 2 * c + half;
       const u32 low = static_cast<u32>(first + 8 * c) < seen ? 0xffffu : 0;
       const u32 high = static_cast<u32>(first + 8 * c + 1) < seen ? 0xffff0000u : 0;
-      P[n / 4][n % 4] &= low | high;
+      P[n / 4][n % 4] = (P[n / 4][n % 4] & (low | high)) | (0x80008000u & ~(low | high));
     }
   }
 }
@@ -263,11 +279,12 @@ DEVICE u32 spread_signs(u32 x) {
 #endif
 }
 
-// dS <- 0 where P is 0: there dP - delta may be NaN, of a row of V or O that the pair has nothing to do with.
+// Two numbers of dS, 0 where P is HIDDEN: there dP - delta may be NaN, of a row of V or O that the pair has
+// nothing to do with.
+DEVICE u32 hide_scores(u32 dS, u32 P) { return dS & ~spread_signs(P); }   // no other weight is negative
 DEVICE void hide_scores(Words& dS, const Words& P) {
 #pragma unroll
-  for (int n = 0; n < n_scores / 2; ++n)   // P is not negative: a carry reaches the sign where it is not 0
-    dS[n / 4][n % 4] &= spread_signs(P[n / 4][n % 4] + 0x7fff7fffu);
+  for (int n = 0; n < n_scores / 2; ++n) dS[n / 4][n % 4] = hide_scores(dS[n / 4][n % 4], P[n / 4][n % 4]);
 }
 
 // words <- P as dV needs it: dropped and scaled, in 16 bits.
@@ -324,13 +341,10 @@ DEVICE void make_gradients(const Args& args, const HeadRules& rules, float (&dP)
       if constexpr (has_dropout) x = kept(at) ? x * static_cast<float>(args.dropout_scale) : 0.f;
       float d_score = P * (x - delta.item[e]);
       bool seen = true;
-      if constexpr (tests && (has_foreign_rows || dbias_case == 1))
-        seen = i >= queries[half].begin && i < queries[half].end;
-      if constexpr (tests && has_foreign_rows)
-        if (!seen) d_score = 0;   // 0 x NaN
-      // A hidden score has P = 0, which bias of -inf may make too: then what it meets does not matter.
+      if constexpr (tests && dbias_case == 1) seen = i >= queries[half].begin && i < queries[half].end;
+      // A bias of -inf hides too: what the pair meets does not matter.
       if constexpr (tests || !is_plain)
-        if (P == 0) d_score = 0;
+        if (is_hidden(P)) d_score = 0;   // 0 x NaN
       if constexpr (dbias_case == 1)
         if (seen)
           Global<bias_elem>(args.dbias.data)

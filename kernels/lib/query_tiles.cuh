@@ -33,6 +33,9 @@ constexpr int SLOT_ROWS = 2, SLOT_DQ = 3, SLOT_DO = 4, SLOT_TURNS = 5;
 #endif
 constexpr bool in_turn = CUFLASH_IN_TURN;
 constexpr bool finishes = CUFLASH_FINISHES;
+// With causal the longest walks would end the kernel so.  In the last heads they come first: those blocks walk
+// from the last query to the first, the first keys are the first in turn, and the diagonal is the last.
+constexpr bool may_turn = finishes && causal && !has_block_mask;
 #undef CUFLASH_IN_TURN
 #undef CUFLASH_FINISHES
 constexpr bool is_plain = !has_softcap && !has_alibi && !has_bias;   // only scale makes a score of a product
@@ -65,19 +68,21 @@ DEVICE i32 place_of(const Args& args, const Sequence& seq, i64 h, i32 i0) {
 // The tile at a place: the reverse.
 DEVICE QueryTile query_tile_at(const Args& args, i64 place) {
   QueryTile t = {};
-  const i64 per_head = places_per_head(args), slot = place % per_head, head = place / per_head;
-  t.h = head % args.heads;
+  const u32 at = static_cast<u32>(place), per_head = static_cast<u32>(places_per_head(args));   // 32 bits: sooner
+  const u32 head = at / per_head, heads = static_cast<u32>(args.heads);
+  const i64 slot = at - head * per_head;
+  t.h = head % heads;
   if constexpr (is_packed) {
     const Slot owner = slot_owner(args, args.cu_seqlens_q, args.len_q, slot, tile_q);
     t.seq = sequence_of(args, owner.b);
     t.i0 = owner.tile * tile_q;
     t.exists = t.i0 < t.seq.rows_q;
   } else {
-    t.seq = sequence_of(args, head / args.heads);
+    t.seq = sequence_of(args, head / heads);
     t.i0 = static_cast<i32>(slot) * tile_q;
     t.exists = true;
   }
-  t.h_k = t.h / (args.heads / args.heads_k);
+  t.h_k = static_cast<u32>(t.h) / (heads / static_cast<u32>(args.heads_k));
   return t;
 }
 
@@ -87,17 +92,28 @@ DEVICE i64 dQ_index(i64 place, int r, int c, int lane) {
 }
 
 // How many blocks add to the tile at i0 before the one of the keys at j0.
-DEVICE i32 turn_of(const Args& args, const Sequence& seq, i32 i0, i32 j0) {
+DEVICE i32 turn_of(const Args& args, const Sequence& seq, i32 i0, i32 j0, bool turned = false) {
+  if (may_turn && turned) return j0 / tile_kv;
   const i32 last = smallest(i0 + tile_q, last_query(args, seq)) - 1;
   return (visible_keys(args, seq, i0, last).end - 1) / tile_kv - j0 / tile_kv;
 }
 
-// in_turn: the block of the keys at j0 has the first turn at query tiles that end at this query or before.
-DEVICE i32 first_until(const Args& args, const Sequence& seq, i32 j0) {
-  const i32 next = j0 + tile_kv;
-  return next < last_key(args, seq) ? visible_queries(args, seq, next, next).begin : seq.len_q;
-}
-DEVICE bool is_first(const Args& args, const Sequence& seq, i32 i0, i32 until) {
+// in_turn: the block of the keys at j0 has the first turn at query tiles that end at query `first` or before;
+// finishes: the last at those that end at `last` or before.
+struct Ends {
+  i32 first, last;
+  DEVICE Ends(const Args& args, const Sequence& seq, i32 j0, bool turned) : first(0), last(0) {
+    if constexpr (in_turn) {
+      const i32 next = j0 + tile_kv;
+      const i32 last_keys =
+          next < last_key(args, seq) ? visible_queries(args, seq, next, next).begin : seq.len_q;
+      const i32 first_keys = finishes && j0 == 0 ? seq.len_q : 0;
+      first = may_turn && turned ? first_keys : last_keys;
+      last = may_turn && turned ? last_keys : first_keys;
+    }
+  }
+};
+DEVICE bool ends_until(const Args& args, const Sequence& seq, i32 i0, i32 until) {
   return smallest(i0 + tile_q, last_query(args, seq)) <= until;
 }
 
