@@ -72,7 +72,7 @@ class Head:
     | visible | its masks |
     | q_factor | Q is multiplied by this when it is loaded |
     | is_plain | scores are products and nothing else |
-    | folds_m | the product subtracts m; else `change` does, after the softcap or a scale above 1 |
+    | folds_m | Q is scaled and the product subtracts m; else `change` does both |
     | base | of P and S; natural unless the caller has a faster one, and scores are plain products |
     """
 
@@ -95,10 +95,20 @@ class Head:
 
         self.number = np.dtype(problem.accumulator).type
         # a scale above 1 could take Q over the dtype's limit where q.k itself stays inside
-        self.folds_m = problem.softcap is None and abs(problem.scale) <= 1
+        self.folds_m = problem.softcap is None and abs(problem.scale) <= 1 and not self.product_is_finer
         self.is_plain = self.folds_m and self.slope is None and self.bias is None
         self.base = fast if self.is_plain and problem.accumulator == "float32" else NATURAL
         self.q_factor = problem.scale * self.base.units if self.folds_m else 1.0
+
+    @property
+    def product_is_finer(self) -> bool:
+        """Does the product lose digits when its factor is scaled, and would a result show it?
+
+        Products of 16-bit numbers have few digits, so float32 sums them with half the error, or none.  All
+        scores share in the gradient of a slope, which has float32's digits.
+        """
+        is_exact = abs(math.frexp(self.problem.scale)[0]) in (0, 0.5)  # a power of two takes no digits
+        return self.problem.has_alibi and self.problem.dtype in ("float16", "bfloat16") and not is_exact
 
     def column(self, m: np.ndarray) -> Any:
         """The column that Q is loaded with, beside the ones of K: -m, or 0 where `change` subtracts m."""

@@ -4,6 +4,7 @@ import math
 import threading
 import tracemalloc
 
+import ml_dtypes
 import numpy as np
 import pytest
 from close import Judge
@@ -147,6 +148,23 @@ def test_scores_far_above_all_before_keep_their_digits(how, far, dtype):
     tolerance = 1e-6 if dtype == "float32" else 1e-14
     np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, rtol=tolerance, atol=0)
+
+
+def test_scaling_takes_no_digits_of_16_bit_products():
+    """Slopes have gradients with float32's digits: sums of exact products, not of rounded ones."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        (8 * rng.standard_normal((2, n, 6, 320))).astype(ml_dtypes.bfloat16) for n in (100, 40, 40, 100)
+    )
+    options = dict(alibi_slopes=np.linspace(0.1, 1, 12, dtype=np.float32).reshape(2, 6))
+    out, lse = cuflash.reference.attention(q, k, v, return_lse=True, **options)
+    given = dout, q, k, v, out.astype(ml_dtypes.bfloat16), lse.astype(np.float32)
+    exact, found, baseline = (
+        module.attention_backward(*given, **options).dalibi_slopes
+        for module in (cuflash.reference, cuflash, cuflash.reference.unfused("float32"))
+    )
+    rms = [np.sqrt(np.mean((x - exact) ** 2)) for x in (found, baseline)]
+    assert rms[0] < 1.5 * rms[1], rms
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
