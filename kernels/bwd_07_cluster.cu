@@ -27,9 +27,10 @@
 //              No spills without options that change or sum scores; with them up to 1.6 KB, where all meet
 // Bytes        per block: K, V, dK, dV once; half of Q and dO, an addition to half of dQ per query tile
 // Barriers     <operand>_full: landed.  Q_empty, dO_empty, dS_empty: both groups of both blocks have used it.
-//              keys_empty: both groups of this block have.  S_read, dP_read: lse and the step, delta have
-//              been read.  P_full, P_empty: between the groups.  is_told, asked: between chooser and loader.
-//              may_add, added, announced: turns
+//              keys_empty: both groups of this block have.  keys_clean: both have written zeros where there
+//              are no keys.  S_read, dP_read: lse and the step, delta have been read.  P_full, P_empty:
+//              between the groups.  is_told, asked: between chooser and loader.  may_add, added,
+//              announced: turns
 //              Where ordinary accesses are handed over every lane arrives, not one after warp_sync(): as
 //              fast, and what racecheck of compute-sanitizer follows.
 //              The cluster's barrier publishes nothing (relaxed): what blocks send each other has been waited

@@ -69,7 +69,7 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   Shared<u32, 1, n_steps> tiles;   // of keys: its number, beside each step
   Shared<i32, n_told, 4> told;     // rank 1: the next one's
   Shared<float, 1, 4> sums;   // of dalibi_slopes, a number per warp
-  Shared<u64, 1, 1> K_full, V_full, keys_empty, asked;   // V_full: of V and K_peer
+  Shared<u64, 1, 1> K_full, V_full, keys_clean, keys_empty, asked;   // V_full: of V and K_peer
   Shared<u64, 1, n_told> is_told;
   Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty, S_read;
   Shared<u64, 1, 2> dP_read, dS_full, dS_empty, may_add, added, announced;   // the last three: turns
@@ -130,8 +130,7 @@ DEVICE Owner owner_of(const Args& args, u32 n) {
 // Of keys, of the n-th step.
 DEVICE u32 tile_of(Smem& smem, u32 n) { return stays ? shfl(smem.tiles(0, n % n_steps), 0) : blockIdx.x / 2; }
 
-// Barriers by number.
-constexpr int GRADIENTS = 1, KEYS_ARE_CLEAN = 2;
+constexpr int GRADIENTS = 1;   // barrier by number
 
 template <int n_slots> DEVICE void init(Shared<u64, 1, n_slots>& ring, u32 count) {
 #pragma unroll
@@ -140,6 +139,7 @@ template <int n_slots> DEVICE void init(Shared<u64, 1, n_slots>& ring, u32 count
 DEVICE void init_barriers(Smem& smem) {
   init(smem.K_full, 1);
   init(smem.V_full, 1);
+  init(smem.keys_clean, 256);
   init(smem.keys_empty, 2);   // groups
   init(smem.is_told, 1);
   init(smem.asked, 32);

@@ -104,8 +104,8 @@ DEVICE void take_keys(const Args& args, Smem& smem, const Owner& own, u32 n) {
     smem.K.clear_rows(rows(own.j0), threadIdx.x - 128, 256);
     smem.K_peer.clear_rows(rows(own.tile.j0 + own_keys * (1 - own.rank)), threadIdx.x - 128, 256);
     fence_async_shared();
-    warp_sync();   // lanes have cleared as many rows as each had
-    barrier_sync(KEYS_ARE_CLEAN, 256);   // keys that do not exist are zeros, also to wgmma
+    mbarrier_arrive(at(smem.keys_clean, n));
+    wait_full(smem.keys_clean, n);   // keys that do not exist are zeros, also to wgmma
   }
 }
 
