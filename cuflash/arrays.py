@@ -66,6 +66,8 @@ def dtype_name(dtype: Any) -> str:
     if isinstance(dtype, str) and dtype in FLOAT_DTYPES:
         return dtype
     try:
+        if dtype is None:  # float64 to NumPy
+            raise TypeError
         return np.dtype(dtype).name
     except (TypeError, ValueError):
         raise CuflashError(f"{dtype!r} is no dtype\n  Give one of {', '.join(FLOAT_DTYPES)}.") from None

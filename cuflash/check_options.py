@@ -27,6 +27,9 @@ _EXTRA_OF = {
     "attention": ("return_lse", "out"),
     "attention_backward": ("deterministic", "grads"),
     "attention_vjp": ("return_lse", "deterministic"),
+    "attention_weights": (),
+    "key_importance": (),
+    "row_stats": (),
 }
 
 # what other libraries call it

@@ -107,8 +107,10 @@ def merge_backward(
     that is empty in a part gets 0 there.  Raises CuflashError as `merge` does.
     """
     outs, lses = _lists("merge_backward", outs, lses)
+    _same_number("merge_backward", outs, lses)
     outs, lses = [*outs, out, dout], [*lses, lse, lse if dlse is None else dlse]
-    outs, lses, xp = _parts("merge_backward", outs, lses, layout)
+    whole = (("out", "dout"), ("lse", "lse" if dlse is None else "dlse"))
+    outs, lses, xp = _parts("merge_backward", outs, lses, layout, whole)
     dtype = _accumulator(lses)
     *outs, out, dout = (array.astype(dtype) for array in outs)
     *lses, lse, given_dlse = (array.astype(dtype) for array in lses)
@@ -168,12 +170,26 @@ def _lists(where: str, outs: Any, lses: Any) -> list[list]:
     return [list(outs), list(lses)]
 
 
-def _parts(where: str, outs: list, lses: list, layout: str) -> tuple[list, list, Any]:
-    """The parts as NumPy or CuPy arrays of one shape on one device, and that module."""
-    if not isinstance(layout, str) or layout not in ("bshd", "bhsd"):
-        raise CuflashError(f'{where}: layout is {layout!r}\n  Give "bshd" or "bhsd".')
+def _same_number(where: str, outs: list, lses: list) -> None:
     if not outs or len(outs) != len(lses):
         raise CuflashError(f"{where}: {len(outs)} outs, {len(lses)} lses\n  Give one out and one lse a part.")
+
+
+def _parts(
+    where: str, outs: list, lses: list, layout: str, whole: tuple[tuple, tuple] = ((), ())
+) -> tuple[list, list, Any]:
+    """The parts as NumPy or CuPy arrays of one shape on one device, and that module.
+
+    whole: names of the outs and lses behind those of the parts.
+    """
+    if not isinstance(layout, str) or layout not in ("bshd", "bhsd"):
+        raise CuflashError(f'{where}: layout is {layout!r}\n  Give "bshd" or "bhsd".')
+    _same_number(where, outs, lses)
+    n_parts = len(outs) - len(whole[0])
+    names = {
+        name: [*(f"{name} of part {number}" for number in range(n_parts)), *behind]
+        for name, behind in zip(("out", "lse"), whole, strict=True)
+    }
     found: dict[str, list] = {"out": [], "lse": []}
     devices = set()
     for name, values in (("out", outs), ("lse", lses)):
@@ -181,10 +197,10 @@ def _parts(where: str, outs: list, lses: list, layout: str) -> tuple[list, list,
             try:
                 array, device = arrays_.convert(value)
             except TypeError as error:
-                raise CuflashError(f"{where}: {name} of part {number} {error}\n  Give an array.") from None
+                raise CuflashError(f"{where}: {names[name][number]} {error}\n  Give an array.") from None
             if array.dtype.name not in FLOAT_DTYPES:
                 raise CuflashError(
-                    f"{where}: {name} of part {number} is {array.dtype.name}\n"
+                    f"{where}: {names[name][number]} is {array.dtype.name}\n"
                     f"  Give one of {', '.join(FLOAT_DTYPES)}."
                 )
             found[name].append(array)
@@ -197,7 +213,8 @@ def _parts(where: str, outs: list, lses: list, layout: str) -> tuple[list, list,
     for number, (out, lse) in enumerate(zip(found["out"], found["lse"], strict=True)):
         if out.shape != shape or lse.shape != rows or len(shape) not in (3, 4):
             raise CuflashError(
-                f"{where}: part {number} has out {out.shape}, lse {lse.shape}; part 0 has out {shape}\n"
+                f"{where}: {names['out'][number]} has shape {out.shape}, {names['lse'][number]} {lse.shape}; "
+                f"out of part 0 {shape}\n"
                 "  All parts need one shape: out (batch, len_q, heads, head_dim_v), "
                 "lse (batch, heads, len_q);\n  packed out (tokens, heads, head_dim_v), lse (heads, tokens)."
             )

@@ -396,6 +396,8 @@ def test_specs():
     assert problem.spec("q").align == 256
     with pytest.raises(CuflashError, match=r"^'bf16' is no dtype\n"):
         spec((2, 3), "bf16")
+    with pytest.raises(CuflashError, match=r"^None is no dtype\n"):
+        spec((2, 3), None)
 
 
 def test_overlaps_itself():

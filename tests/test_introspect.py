@@ -129,6 +129,15 @@ def test_bad_input_names_the_function(function):
         getattr(cuflash, function)(np.zeros((1, 2, 3, 4)), np.zeros((1, 2, 2, 4)))
 
 
+@pytest.mark.parametrize("function", ["attention_weights", "key_importance", "row_stats"])
+def test_no_option_is_taken_and_then_forgotten(function):
+    """A target that is not written, or a result that is not returned, would be."""
+    q = np.zeros((1, 2, 3, 4), np.float32)
+    for name, value in dict(out=q.copy(), return_lse=True, grads=None, deterministic=True).items():
+        with pytest.raises(cuflash.CuflashError, match=f"^{function}: there is no option {name}= here"):
+            getattr(cuflash, function)(q, q, **{name: value})
+
+
 @pytest.mark.gpu
 def test_the_same_numbers_on_the_gpu():
     import cupy

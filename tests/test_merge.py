@@ -190,7 +190,7 @@ def test_dtypes_and_packed_parts(dtype):
     [
         ([], [], "bshd", "0 outs"),
         ([np.zeros((1, 2, 3, 4))], [], "bshd", "1 outs, 0 lses"),
-        ([np.zeros((1, 2, 3, 4))], [np.zeros((1, 2, 3))], "bshd", "lse (1, 2, 3)"),
+        ([np.zeros((1, 2, 3, 4))], [np.zeros((1, 2, 3))], "bshd", "lse of part 0 (1, 2, 3)"),
         ([np.zeros((1, 2, 3, 4))] * 2, [np.zeros((1, 3, 2)), np.zeros((1, 3, 1))], "bshd", "part 1"),
         ([np.zeros((1, 2, 3, 4))], [np.zeros((1, 3, 2), int)], "bshd", "lse of part 0 is int64"),
         ([[1.0]], [np.zeros((1, 3, 2))], "bshd", "out of part 0"),
@@ -207,6 +207,19 @@ def test_bad_input(outs, lses, layout, said):
     with pytest.raises(cuflash.CuflashError, match=r"^merge_backward: "):
         cuflash.merge_backward(np.zeros(3), None, outs, lses, np.zeros(3), np.zeros(3), layout=layout)
     assert said in str(error.value)
+
+
+def test_bad_gradients_are_called_by_their_names():
+    out, lse = normal(2, 3, 4, 5), normal(2, 4, 3)
+    for dout, dlse, said in (
+        (out[:, :2], None, "dout has shape (2, 2, 4, 5), lse (2, 4, 3); out of part 0 (2, 3, 4, 5)"),
+        (out, lse[:1], "dout has shape (2, 3, 4, 5), dlse (1, 4, 3)"),
+        (out.astype(int), None, "dout is int64"),
+        (out, lse.astype(int), "dlse is int64"),
+    ):
+        with pytest.raises(cuflash.CuflashError) as error:
+            cuflash.merge_backward(dout, dlse, [out] * 2, [lse] * 2, out, lse)
+        assert str(error.value).startswith(f"merge_backward: {said}")
 
 
 @pytest.mark.gpu
