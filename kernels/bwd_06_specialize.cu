@@ -91,7 +91,7 @@ struct Consumer : KeyGroup<Smem, held_steps> {
   DEVICE Sum sum_of(const QueryWalk<Walk>& at) {
     return {place_of(args, seq, at.h, at.i0), at.h, at.i0,
             in_turn && ends_until(args, seq, at.i0, ends.first),
-            finishes && ends_until(args, seq, at.i0, ends.last)};
+            may_turn ? ends_until(args, seq, at.i0, ends.last) : finishes && own.j0 == 0};
   }
   DEVICE void add(const Stage& step, const Sum& sum) {
     if (finishes && sum.is_last) finish_dQ(sum.place, !sum.is_first, sum.h, sum.i0);
