@@ -94,6 +94,12 @@ def module_of(array: Any) -> Any:
     return sys.modules["cupy"] if is_cupy(array) else np
 
 
+def device_of(array: Any) -> Any:
+    """A context manager in which the functions of `module_of` run where this array is: CuPy's run, and make
+    new arrays, on the current device, whichever theirs is."""
+    return array.device if is_cupy(array) else contextlib.nullcontext()
+
+
 def convert(value: Any) -> tuple[Any, Any]:
     """(array, device): value as a NumPy or CuPy array on the same memory; HOST, SPEC or the CUDA device.
 

@@ -291,7 +291,7 @@ def _run(
         if call is not None:
             return call.plan.problem, call(given, seed)
     problem, operands = check(direction, arrays, options, where=where)
-    if kernel is None and isinstance(operands.q, np.ndarray):
+    if kernel is None and not arrays_.is_cupy(operands.q):
         found = _run_in_numpy(problem, operands)
     else:
         from cuflash import devices, plan

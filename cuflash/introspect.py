@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash import reference
-from cuflash.arrays import array_spec, is_cupy, module_of
+from cuflash.arrays import array_spec, device_of, is_cupy, module_of
 from cuflash.check import check
 from cuflash.problem import Operands, Problem
 from cuflash.reference_scores import Arithmetic, scores
@@ -48,11 +48,11 @@ def attention_weights(q: Any, k: Any, *, rows: Any = None, **options: Any) -> An
     and for rows that are not there.
     """
     problem, operands = _parse("attention_weights", q, k, options)
-    xp = module_of(operands.q)
     rows = _rows(problem, operands, rows)
-    P = xp.zeros((*rows.shape, problem.len_k), problem.accumulator)
-    for b, h, place, columns, _, part, _ in _blocks(problem, operands, rows):
-        P[b, h, place[:, None], columns] = part
+    with device_of(operands.q):
+        P = module_of(operands.q).zeros((*rows.shape, problem.len_k), problem.accumulator)
+        for b, h, place, columns, _, part, _ in _blocks(problem, operands, rows):
+            P[b, h, place[:, None], columns] = part
     return P[0] if problem.packed else P
 
 
@@ -122,15 +122,16 @@ def row_stats(q: Any, k: Any, **options: Any) -> RowStats:
     problem, operands = _parse("row_stats", q, k, options)
     xp = module_of(operands.q)
     rows = _rows(problem, operands, None)
-    entropy = xp.zeros(rows.shape, problem.accumulator)
-    max_score = xp.full(rows.shape, -np.inf, problem.accumulator)
-    for b, h, place, _, logits, P, lse in _blocks(problem, operands, rows):
-        # -log P = lse - logit, where there is weight; the sink is the last column of logits
-        with np.errstate(invalid="ignore"):  # -inf - -inf, where nothing is seen
-            P = xp.concatenate([P, xp.exp(logits[:, -1:] - lse[:, None])], axis=1)
-            P = xp.where(xp.isneginf(logits), 0, P)
-            entropy[b, h, place] = xp.where(P == 0, 0, P * (lse[:, None] - logits)).sum(axis=1)
-        max_score[b, h, place] = logits.max(axis=1)
+    with device_of(operands.q):
+        entropy = xp.zeros(rows.shape, problem.accumulator)
+        max_score = xp.full(rows.shape, -np.inf, problem.accumulator)
+        for b, h, place, _, logits, P, lse in _blocks(problem, operands, rows):
+            # -log P = lse - logit, where there is weight; the sink is the last column of logits
+            with np.errstate(invalid="ignore"):  # -inf - -inf, where nothing is seen
+                P = xp.concatenate([P, xp.exp(logits[:, -1:] - lse[:, None])], axis=1)
+                P = xp.where(xp.isneginf(logits), 0, P)
+                entropy[b, h, place] = xp.where(P == 0, 0, P * (lse[:, None] - logits)).sum(axis=1)
+            max_score[b, h, place] = logits.max(axis=1)
     return RowStats(*((entropy[0], max_score[0]) if problem.packed else (entropy, max_score)))
 
 

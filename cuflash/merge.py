@@ -112,16 +112,19 @@ def merge_backward(
     whole = (("out", "dout"), ("lse", "lse" if dlse is None else "dlse"))
     outs, lses, xp = _parts("merge_backward", outs, lses, layout, whole)
     dtype = _accumulator(lses)
-    *outs, out, dout = (array.astype(dtype) for array in outs)
-    *lses, lse, given_dlse = (array.astype(dtype) for array in lses)
-    dlse = xp.zeros_like(lse) if dlse is None else given_dlse
-    weights, _ = _weights(xp, lses)
-    douts, dlses = [], []
-    with np.errstate(invalid="ignore"):
-        for part, w in zip(outs, weights, strict=True):
-            douts.append(_times(xp, _on_axes_of_out(w, layout), dout))
-            towards = (dout * (part - out)).sum(axis=-1)  # what out gains as this part's weight grows
-            dlses.append(_times(xp, w, dlse + (towards if layout == "bhsd" else towards.swapaxes(-1, -2))))
+    with arrays_.device_of(outs[0]):
+        *outs, out, dout = (array.astype(dtype) for array in outs)
+        *lses, lse, given_dlse = (array.astype(dtype) for array in lses)
+        dlse = xp.zeros_like(lse) if dlse is None else given_dlse
+        weights, _ = _weights(xp, lses)
+        douts, dlses = [], []
+        with np.errstate(invalid="ignore"):
+            for part, w in zip(outs, weights, strict=True):
+                douts.append(_times(xp, _on_axes_of_out(w, layout), dout))
+                towards = (dout * (part - out)).sum(axis=-1)  # what out gains as this part's weight grows
+                dlses.append(
+                    _times(xp, w, dlse + (towards if layout == "bhsd" else towards.swapaxes(-1, -2)))
+                )
     return douts, dlses
 
 

@@ -77,7 +77,9 @@ def column_sums(problem: Problem, operands: Operands, device: Device) -> Any:
     found = plan.consider(problem, device, COLUMNS)
     if not isinstance(found, plan.Plan):
         raise CuflashError(f"pass_columns {found}")
-    workspace = backends.of(device).empty((found.workspace_bytes,), np.dtype(np.uint8))
+    backend = backends.of(device)
+    with backend.device:
+        workspace = backend.empty((found.workspace_bytes,), np.dtype(np.uint8))
     launch.run(found, replace(operands, workspace=workspace, grads={}))
     (slot, *_) = found.slots
     return workspace[: slot.n_bytes].view(numpy_dtype(slot.dtype)).reshape(slot.shape)

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import results
-from cuflash.arrays import module_of
+from cuflash.arrays import device_of, module_of
 from cuflash.check import check
 from cuflash.errors import CuflashError
 from cuflash.philox import dropout_keep
@@ -71,10 +71,11 @@ def attention(
     """
     options |= {"return_lse": return_lse, "out": out}
     problem, operands = check("forward", {"q": q, "k": k, "v": v}, options)
-    O, lse = forward(problem, operands, arithmetic, rows)
-    for target, value in ((operands.out, O), (operands.lse, lse)):
-        if target is not None:
-            target[...] = value
+    with device_of(operands.q):
+        O, lse = forward(problem, operands, arithmetic, rows)
+        for target, value in ((operands.out, O), (operands.lse, lse)):
+            if target is not None:
+                target[...] = value
     O, lse = results.in_layout(problem, "out", O), results.in_layout(problem, "lse", lse)
     return results.returned(out, return_lse, O, lse)
 
@@ -98,9 +99,10 @@ def attention_backward(
     options |= {"deterministic": deterministic, "grads": grads}
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     problem, operands = check("backward", arrays, options)
-    found = backward(problem, operands, arithmetic, rows, keys)
-    for name, target in operands.grads.items():
-        target[...] = found[name]
+    with device_of(operands.q):
+        found = backward(problem, operands, arithmetic, rows, keys)
+        for name, target in operands.grads.items():
+            target[...] = found[name]
     return results.gradients(replace(problem, gradients=tuple(found)), found, options, grads)
 
 
@@ -115,16 +117,19 @@ def attention_vjp(
     """
     options |= {"deterministic": deterministic}
     problem, operands = check("forward", {"q": q, "k": k, "v": v}, options, where="attention_vjp")
-    O, lse = forward(problem, operands, arithmetic)
+    with device_of(operands.q):
+        O, lse = forward(problem, operands, arithmetic)
     out, saved_lse = results.in_layout(problem, "out", O), results.in_layout(problem, "lse", lse)
 
     def vjp(dout: Any, dlse: Any = None) -> Any:
         arrays = {"dout": dout, "q": q, "k": k, "v": v, "dlse": dlse}
-        # dtypes of the contract for check; the backward itself gets all digits
-        arrays |= {"out": out.astype(problem.accumulator), "lse": saved_lse.astype(problem.accumulator)}
-        again, with_results = check("backward", arrays, options, where="vjp")
-        with_results.out, with_results.lse = O, lse
-        return results.gradients(again, backward(again, with_results, arithmetic), options, None)
+        with device_of(O):
+            # dtypes of the contract for check; the backward itself gets all digits
+            arrays |= {"out": out.astype(problem.accumulator), "lse": saved_lse.astype(problem.accumulator)}
+            again, with_results = check("backward", arrays, options, where="vjp")
+            with_results.out, with_results.lse = O, lse
+            found = backward(again, with_results, arithmetic)
+        return results.gradients(again, found, options, None)
 
     return (out, saved_lse, vjp) if return_lse else (out, vjp)
 

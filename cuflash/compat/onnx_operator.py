@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import reference
-from cuflash.arrays import module_of
+from cuflash.arrays import device_of, module_of
 from cuflash.attention import attention
 from cuflash.check import check
 from cuflash.compat import arguments
@@ -59,37 +59,39 @@ def onnx_attention(
     """
     _check(past_key, past_value, nonpad_kv_seqlen, qk_matmul_output_mode, softmax_precision, n_outputs)
     Q, K, V = arguments.arrays(WHERE, Q=Q, K=K, V=V)
-    xp, n_axes = module_of(Q), Q.ndim
-    Q = _with_heads("Q", "q_num_heads", Q, q_num_heads)
-    K, V = (_with_heads(name, "kv_num_heads", x, kv_num_heads) for name, x in (("K", K), ("V", V)))
-    if past_key is not None:
-        past_key, past_value = arguments.arrays(WHERE, past_key=past_key, past_value=past_value)
-        K, V = xp.concatenate([past_key, K], axis=2), xp.concatenate([past_value, V], axis=2)
-    offset = 0 if past_key is None else past_key.shape[2]
-    options = dict(
-        layout="bhsd",
-        scale=scale,
-        softcap=None if arguments.is_number(softcap, 0) else softcap,
-        causal=arguments.flag(WHERE, "is_causal", is_causal),
-        window=tuple(
-            None if arguments.is_number(n, -1) else n for n in (left_window_size, right_window_size)
-        ),
-        query_offset=offset if nonpad_kv_seqlen is None else None,  # None: each sequence's own length - len_q
-        key_lengths=nonpad_kv_seqlen,
-        **_mask(attn_mask, K.shape[2], Q.dtype),
-    )
-    dtype, q, k, v = Q.dtype, Q, K, V
-    if softmax_precision == 11:
-        q, k, v = (x.astype(np.float64) for x in (Q, K, V))
-    Y = attention(q, k, v, out_dtype=dtype.name, **options)
-    if n_axes == 3:
-        Y = Y.swapaxes(1, 2).reshape(*Y.shape[::2], -1)
-    if n_outputs == 1:
-        return Y
-    outputs = [Y, K, V]
-    if n_outputs == 4:
-        outputs.append(_qk_matmul_output(q, k, options, qk_matmul_output_mode).astype(dtype))
-    return tuple(outputs[:n_outputs])
+    with device_of(Q):
+        xp, n_axes = module_of(Q), Q.ndim
+        Q = _with_heads("Q", "q_num_heads", Q, q_num_heads)
+        K, V = (_with_heads(name, "kv_num_heads", x, kv_num_heads) for name, x in (("K", K), ("V", V)))
+        if past_key is not None:
+            past_key, past_value = arguments.arrays(WHERE, past_key=past_key, past_value=past_value)
+            K, V = xp.concatenate([past_key, K], axis=2), xp.concatenate([past_value, V], axis=2)
+        offset = 0 if past_key is None else past_key.shape[2]
+        options = dict(
+            layout="bhsd",
+            scale=scale,
+            softcap=None if arguments.is_number(softcap, 0) else softcap,
+            causal=arguments.flag(WHERE, "is_causal", is_causal),
+            window=tuple(
+                None if arguments.is_number(n, -1) else n for n in (left_window_size, right_window_size)
+            ),
+            # None: each sequence's own length - len_q
+            query_offset=offset if nonpad_kv_seqlen is None else None,
+            key_lengths=nonpad_kv_seqlen,
+            **_mask(attn_mask, K.shape[2], Q.dtype),
+        )
+        dtype, q, k, v = Q.dtype, Q, K, V
+        if softmax_precision == 11:
+            q, k, v = (x.astype(np.float64) for x in (Q, K, V))
+        Y = attention(q, k, v, out_dtype=dtype.name, **options)
+        if n_axes == 3:
+            Y = Y.swapaxes(1, 2).reshape(*Y.shape[::2], -1)
+        if n_outputs == 1:
+            return Y
+        outputs = [Y, K, V]
+        if n_outputs == 4:
+            outputs.append(_qk_matmul_output(q, k, options, qk_matmul_output_mode).astype(dtype))
+        return tuple(outputs[:n_outputs])
 
 
 def _check(past_key: Any, past_value: Any, lengths: Any, mode: int, precision: int | None, n: int) -> None:
