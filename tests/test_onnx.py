@@ -114,6 +114,15 @@ def test_integer_masks_are_added_and_shorter_ones_hide():
         ({"q_num_heads": 2}, "Leave q_num_heads out"),
         ({"left_window_size": -2}, "window"),
         ({"attn_mask": "no"}, "attn_mask has the type str"),
+        (
+            dict.fromkeys(("past_key", "past_value"), draw(1, 1, 3, 8)),
+            r"past_key is \(1, 1, 3, 8\) float32, K",
+        ),
+        (dict.fromkeys(("past_key", "past_value"), draw(2, 3, 8)), r"past_key is \(2, 3, 8\)"),
+        (
+            {"past_key": draw(1, 2, 3, 8), "past_value": draw(1, 2, 3, 8, dtype=np.float16)},
+            r"past_value is \(1, 2, 3, 8\) float16, V",
+        ),
     ],
 )
 def test_what_onnx_forbids(changes, message):
@@ -124,7 +133,8 @@ def test_what_onnx_forbids(changes, message):
 
 def test_three_axes_need_the_number_of_heads():
     Q = draw(1, 3, 16)
-    with pytest.raises(cuflash.CuflashError, match="q_num_heads is None"):
-        onnx_attention(Q, Q, Q, kv_num_heads=2)
+    for number in (None, "2", 2.0, True, 0, 3):
+        with pytest.raises(cuflash.CuflashError, match=f"q_num_heads is {number!r}\n"):
+            onnx_attention(Q, Q, Q, kv_num_heads=2, q_num_heads=number)
     with pytest.raises(cuflash.CuflashError, match="kv_num_heads is 3"):
         onnx_attention(Q, Q, Q, q_num_heads=2, kv_num_heads=3)

@@ -65,6 +65,8 @@ def onnx_attention(
         K, V = (_with_heads(name, "kv_num_heads", x, kv_num_heads) for name, x in (("K", K), ("V", V)))
         if past_key is not None:
             past_key, past_value = arguments.arrays(WHERE, past_key=past_key, past_value=past_value)
+            _check_past("past_key", past_key, "K", K)
+            _check_past("past_value", past_value, "V", V)
             K, V = xp.concatenate([past_key, K], axis=2), xp.concatenate([past_value, V], axis=2)
         offset = 0 if past_key is None else past_key.shape[2]
         options = dict(
@@ -112,6 +114,17 @@ def _check(past_key: Any, past_value: Any, lengths: Any, mode: int, precision: i
         raise CuflashError(f"{WHERE}: n_outputs is {n!r}\n  Give 1, 2, 3 or 4.")
 
 
+def _check_past(name: str, past: Any, new_name: str, new: Any) -> None:
+    """Past rows go before new ones: all else must agree."""
+    is_alike = type(past) is type(new) and past.dtype == new.dtype and past.ndim == 4
+    if not is_alike or past.shape[:2] + past.shape[3:] != new.shape[:2] + new.shape[3:]:
+        is_what = f"{past.shape} {past.dtype.name}, {new_name} with its heads apart {new.shape} {new.dtype.name}"
+        raise CuflashError(
+            f"{WHERE}: {name} is {is_what}\n"
+            "  They need one kind of array, one dtype, and one shape but for the third axis."
+        )
+
+
 def _with_heads(name: str, attribute: str, x: Any, n_heads: int | None) -> Any:
     """(batch, heads, len, dim) from an input with three or four axes, a view."""
     if x.ndim == 4 and n_heads is None:
@@ -120,9 +133,10 @@ def _with_heads(name: str, attribute: str, x: Any, n_heads: int | None) -> Any:
         raise CuflashError(
             f"{WHERE}: {attribute} is {n_heads}, {name} has 4 axes\n  Leave {attribute} out: the axes say it."
         )
-    if x.ndim != 3 or n_heads is None or n_heads < 1 or x.shape[2] % n_heads:
+    is_number = isinstance(n_heads, (int, np.integer)) and not isinstance(n_heads, bool) and n_heads >= 1
+    if x.ndim != 3 or not is_number or x.shape[2] % n_heads:
         raise CuflashError(
-            f"{WHERE}: {name} has the shape {x.shape}, {attribute} is {n_heads}\n"
+            f"{WHERE}: {name} has the shape {x.shape}, {attribute} is {n_heads!r}\n"
             f"  Give (batch, heads, len, dim), or (batch, len, heads * dim) with {attribute}=."
         )
     return x.reshape(*x.shape[:2], n_heads, -1).swapaxes(1, 2)
