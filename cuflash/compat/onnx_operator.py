@@ -118,9 +118,9 @@ def _check_past(name: str, past: Any, new_name: str, new: Any) -> None:
     """Past rows go before new ones: all else must agree."""
     is_alike = type(past) is type(new) and past.dtype == new.dtype and past.ndim == 4
     if not is_alike or past.shape[:2] + past.shape[3:] != new.shape[:2] + new.shape[3:]:
-        is_what = f"{past.shape} {past.dtype.name}, {new_name} with its heads apart {new.shape} {new.dtype.name}"
         raise CuflashError(
-            f"{WHERE}: {name} is {is_what}\n"
+            f"{WHERE}: {name} is {past.shape} {past.dtype.name}, "
+            f"{new_name} with its heads apart {new.shape} {new.dtype.name}\n"
             "  They need one kind of array, one dtype, and one shape but for the third axis."
         )
 
