@@ -177,6 +177,8 @@ def check(options: argparse.Namespace) -> int:
             )
         print(f"{n} compiled kernels from {options.cubins}")
     task = checks.task(options.rows, options.quick, options.dtypes, options.cases, xp)
+    if not options.no_record:
+        records.check_place(options.record or records.folder() / "record of this check")
     named = xp is np and {*task.forward, *task.backward} != {checks.NUMPY}
     emulated = f", kernels of {build.kernels_directory()} in the emulator" if named else ""
     print(f"{len(task)} checks on {where}{emulated}", flush=True)
