@@ -227,7 +227,7 @@ def backward(
                 delta = delta - operands.dlse[b, h, tokens].astype(arithmetic.accumulate)
 
             S, visible, dcap, distance = scores(problem, operands, sequence, h, i, j, arithmetic)
-            P = arithmetic.round(xp.where(visible, xp.exp(S - lse[:, None]), 0))
+            P = arithmetic.round(xp.where(visible, arithmetic.exp(S - lse[:, None]), 0))
             Z = dropout_factor(problem, operands, sequence, h, i, j, arithmetic)
             dP = arithmetic.round(arithmetic.product(dO, V.T))
             dP = xp.where(Z == 0, 0, Z * dP)
@@ -242,7 +242,7 @@ def backward(
                 index = slope_index(operands.alibi_slopes, sequence, h)
                 grads["dalibi_slopes"][index] -= arithmetic.total((dS * distance).ravel())
             if problem.has_sink:
-                P_sink = xp.exp(sink_of(operands, h, arithmetic) - lse)
+                P_sink = arithmetic.exp(sink_of(operands, h, arithmetic) - lse)
                 grads["dsink"][h] -= arithmetic.total(P_sink * delta)
             dS = dS * (problem.scale * dcap)
             grads["dq"][b, place, h] = sum_over_visible(dS, K, visible, arithmetic)

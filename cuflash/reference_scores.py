@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,8 +41,10 @@ class Arithmetic:
     | noise | None, or a numpy.random.Generator that draws other errors of the same size |
 
     rounds_to="tf32" keeps 10 bits of the fraction, of the inputs too.  With noise, S, P, dP and dS move at
-    random by up to the half unit that rounding would move them, the inputs by a unit of accumulate, and
-    sums are those of 1, 2, 4 or 8 lanes that each add one number at a time, in a random order.
+    random by up to the half unit that rounding would move them, the inputs and what scores are made of by a
+    unit of accumulate, and sums are those of 1, 2, 4 or 8 lanes that each add one number at a time, in a
+    random order.  Equal numbers move alike, as they round alike: their errors do not cancel in a sum.
+    Weights below the smallest normal number are 0 then, as they are on a GPU.
     """
 
     accumulate: str = "float64"
@@ -54,6 +57,17 @@ class Arithmetic:
         if self.noise is not None:
             x = self._shake(x, self.accumulate)
         return _round_tf32(x) if self.rounds_to == "tf32" else x
+
+    def step(self, x: Any) -> Any:
+        """What a score is made of: exact here where numbers are simple, rounded by who computes in base 2."""
+        return x if self.noise is None else self._shake(x, self.accumulate)
+
+    def exp(self, x: Any) -> Any:
+        """Weights of scores above lse."""
+        xp = module_of(x)
+        P = xp.exp(x)
+        is_normal = xp.isnan(P) | (xp.finfo(P.dtype).smallest_normal <= P)
+        return P if self.noise is None else xp.where(is_normal, P, 0)
 
     def round(self, x: Any) -> Any:
         """A step on the way (S, P, dP, dS), rounded but still held in the accumulation dtype."""
@@ -103,9 +117,25 @@ class Arithmetic:
         xp = module_of(x)
         eps = 2.0**-10 if dtype == "tf32" else float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
         _, exponent = xp.frexp(x)  # |x| is from 2^(exponent - 1) to 2^exponent
-        part = xp.asarray(self.noise.uniform(-1, 1, x.shape)).astype(x.dtype)
+        part = _hashed(x, eps / 16, int(self.noise.integers(2**63))).astype(x.dtype)
         half_unit = eps / 2 if dtype == self.accumulate else eps / 4
         return x + part * xp.ldexp(xp.asarray(half_unit, x.dtype), exponent)
+
+
+def _hashed(x: Any, step: float, seed: int) -> Any:
+    """Numbers from -1 to 1, float64, that look random: equal where x is, to a relative step, a power of 2.
+
+    The bits of x, cut off there, go through the last lines of MurmurHash3 (Appleby), which mix 64 bits.
+    """
+    xp = module_of(x)
+    cut = max(0, xp.finfo(x.dtype).nmant + int(math.log2(step)))
+    bits = xp.ascontiguousarray(x).view(f"uint{8 * x.itemsize}").astype(xp.uint64) >> xp.uint64(cut)
+    bits ^= xp.uint64(seed)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        bits ^= bits >> xp.uint64(33)
+        bits *= xp.uint64(factor)
+    bits ^= bits >> xp.uint64(33)
+    return bits / 2.0**63 - 1
 
 
 def _round_tf32(x: Any) -> Any:
@@ -171,18 +201,18 @@ def scores(
     K = arithmetic.widen(operands.k[sequence.array_b, sequence.k_start + j, h // problem.group])
     distance = xp.abs(i[:, None] + sequence.offset - j[None, :]).astype(arithmetic.accumulate)
 
-    S = problem.scale * arithmetic.product(Q, K.T)
+    S = arithmetic.step(problem.scale * arithmetic.product(Q, K.T))
     dcap = 1.0
     if problem.softcap is not None:
         tanh = xp.tanh(S / problem.softcap)
-        S, dcap = problem.softcap * tanh, 1 - tanh * tanh
+        S, dcap = arithmetic.step(problem.softcap * tanh), 1 - tanh * tanh
     if problem.has_alibi:
         slope = operands.alibi_slopes[slope_index(operands.alibi_slopes, sequence, h)]
-        S = S - slope.astype(arithmetic.accumulate) * distance
+        S = S - arithmetic.step(slope.astype(arithmetic.accumulate) * distance)
     visible = is_visible(problem, operands, sequence, h, i, j)
     if problem.bias is not None:
         bias, reached = at_positions(operands.bias, sequence, h, i, j)
-        S = S + bias.astype(arithmetic.accumulate)
+        S = S + arithmetic.step(bias.astype(arithmetic.accumulate))
         visible = visible & reached
     S = arithmetic.round(S)
     visible = visible & ~xp.isneginf(S)

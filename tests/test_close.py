@@ -212,3 +212,35 @@ def test_noise_is_as_large_as_rounding(dtype):
     assert np.abs(noise).max() == pytest.approx(np.abs(rounding).max(), rel=0.05)
     assert noise.std() == pytest.approx(rounding.std(), rel=0.05)
     assert not np.array_equal(noise, rounding)
+
+
+def test_noise_moves_equal_numbers_alike():
+    """As rounding does: in a sum of equal weights errors do not cancel."""
+    shaken = reference.Arithmetic("float32", "bfloat16", np.random.default_rng(1))
+    x = np.repeat(np.float32([0.3, 7.1, -5.0]), 1000)
+    moved = shaken.round(x).reshape(3, 1000)
+    assert (moved == moved[:, :1]).all() and len(np.unique(moved[:, 0] - x[::1000])) == 3
+    again = shaken.round(x).reshape(3, 1000)
+    assert (again[:, 0] != moved[:, 0]).all()
+
+
+def test_noise_knows_that_tiny_weights_are_flushed():
+    x = np.float32([-80, -88, -100, -np.inf])
+    plain = reference.Arithmetic("float32", "float32")
+    shaken = reference.Arithmetic("float32", "float32", np.random.default_rng(1))
+    assert (plain.exp(x)[:3] > 0).all()
+    assert (shaken.exp(x) > 0).tolist() == [True, False, False, False]
+
+
+def test_noise_reaches_what_a_score_is_made_of():
+    """Scores of softcap 2 in saturation are 2 exactly, in base 2 they are not: lse near 0 may show it."""
+    q = np.full((1, 3, 1, 4), 50, np.float32)
+    options = dict(softcap=2.0, bias=np.float32([[-1.998]]), return_lse=True)
+    exact = reference.attention(q, q[:, :1], q[:, :1], **options)[1]
+    errors = [
+        np.abs(
+            reference.unfused("float32", noise).attention(q, q[:, :1], q[:, :1], **options)[1] - exact
+        ).max()
+        for noise in (None, *map(np.random.default_rng, range(8)))
+    ]
+    assert errors[0] < 1e-9 and max(errors) > 6e-8
