@@ -89,7 +89,7 @@ struct Consumer : ConsumerParts {
       skip_K();
       if (t < all.end - 1) skip_V();
     }
-    if (sees) first_step(seq, i0, t * tile_kv), --t;
+    if (sees) first_step(seq, i0, t * tile_kv, mine.begin < t), --t;
     if (mine.end < all.end) skip_V();
     if (sees) {
       if constexpr (causal || has_window || asks_elements) {
@@ -116,7 +116,7 @@ struct Consumer : ConsumerParts {
   DEVICE void walk_announced(const Sequence& seq, i32 i0) {
     i32 j0 = announced();
     const bool any_tile = j0 != NO_TILE;
-    if (any_tile) first_step(seq, i0, j0);
+    if (any_tile) first_step(seq, i0, j0, false);
 #pragma unroll 1
     for (j0 = any_tile ? announced() : NO_TILE; j0 != NO_TILE; j0 = announced())
       step<Tests::asked>(seq, i0, j0);
@@ -129,22 +129,24 @@ struct Consumer : ConsumerParts {
     return shfl(lane == 0 ? smem.j0(0, K_at.stage) : 0, 0);   // who reads it gives the stage back
   }
 
-  // S of a query tile's first key tile -> weights.
-  DEVICE void begin(const Sequence& seq, i32 i0, i32 j0, Fragment<tile_kv>& S) {
+  // S of a query tile's first key tile -> P.  more: these rows see other key tiles too.  (Of few keys one may
+  // have all the weight, which should be 1, exactly.)
+  DEVICE void begin(const Sequence& seq, i32 i0, i32 j0, bool more, Fragment<tile_kv>& S) {
     if constexpr (!asks_blocks) release_K();
     change<Tests::asked>(seq, i0, j0, S);
+    if (begins_at_0 && more && weigh_under_0(S)) return;
     state = no_keys_yet();
     acc shrink[n_rows];
     soften(i0, j0, S, shrink);
+    keep_weights(S);
   }
 
-  DEVICE void first_step(const Sequence& seq, i32 i0, i32 j0) {
+  DEVICE void first_step(const Sequence& seq, i32 i0, i32 j0, bool more) {
     Fragment<tile_kv> S;
     multiply_QK(S);
     if (borrows_V) give_back_V();
     wgmma_wait<0>();   // S is there; K has been read
-    begin(seq, i0, j0, S);
-    keep_weights(S);
+    begin(seq, i0, j0, more, S);
   }
 
   template <Tests tests> DEVICE void step(const Sequence& seq, i32 i0, i32 j0) {

@@ -10,6 +10,12 @@ constexpr bool stores_by_tma = (has_o_buffer || borrows_V) && sizeof(out_elem) =
 static_assert(!borrows_V || (n_groups == 2 && n_stages >= 2 && tile_kv >= 64), "consumer: no V to borrow");
 constexpr bool trusts = !has_dropout;   // that the maximum stays, till a sum says otherwise
 
+// Weights of the first key tile are made under a maximum of 0, near which scores mostly lie, if their sums
+// allow it: LEAST_SUM is far from what float32 and bfloat16 cannot hold.  float16 has no bits for such
+// weights; with causal it was slower (ATTEMPTS.md).
+constexpr bool begins_at_0 = trusts && is_same<elem, bf16> && n_groups == 2 && !causal;
+constexpr acc LEAST_SUM = 1e-18f;
+
 enum class Tests { none, all, asked };   // of elements in a key tile; asked: as its place says
 
 struct ConsumerParts {
@@ -107,6 +113,21 @@ struct ConsumerParts {
   DEVICE void keep_weights(Fragment<tile_kv>& S) {
 #pragma unroll
     for (int k = 0; k < tile_kv / 16; ++k) repack(P[k], S.at[0][2 * k], S.at[0][2 * k + 1]);
+  }
+  // P <- weights of S under a maximum of 0.  False: sums say that it will not do; S is left as it is.
+  DEVICE bool weigh_under_0(Fragment<tile_kv>& S) {
+    acc sum[n_rows];
+    bool fits = true;
+#pragma unroll
+    for (int r = 0; r < n_rows; ++r) state.m[r] = 0;
+    weigh(S, state, rules.late_scale, P, sum);
+#pragma unroll
+    for (int r = 0; r < n_rows; ++r) {
+      const acc row_sum = sum_over_lanes<3>(sum[r]);
+      fits = fits && LEAST_SUM < row_sum && row_sum < TRUSTED_SUM;
+      state.l[r] = sum[r];
+    }
+    return all(fits);
   }
 
   // O of the query tile before has left its stage of V: a V may come there.
