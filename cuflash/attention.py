@@ -234,8 +234,10 @@ def explain(
     | kernel | name of a row |
 
         >>> print(explain(q, k, v, causal=True))
-        >>> explain(spec((2, 4096, 16, 128), "bfloat16"), k, v, device="sm_90a").kernel
-        >>> explain(q, k, v, backward=True, device="sm_80").workspace_bytes
+        >>> x = spec((2, 4096, 16, 128), "bfloat16")
+        >>> explain(x, x, x, device="sm_90a").kernel
+        'fwd_10_persistent'
+        >>> explain(x, x, x, backward=True, device="sm_80").workspace_bytes
 
     Raises CuflashError as `attention` does.
     """
