@@ -37,6 +37,8 @@ from cuflash.rows_forward import LENGTHS, Traffic, kept_blocks_bytes
 
 DTYPES = ("float16", "bfloat16")
 LIMITS = (*LENGTHS, ("head_dim", 128), ("head_dim_v", 128))
+PIECES = 4
+LONG_WALK = 32  # query tiles
 ENOUGH_BLOCKS = 132  # one on every SM of a large GPU
 QUERY_TILE_USES = (
     "DTYPE", "OUT_DTYPE", "O_DTYPE", "DOUT_DTYPE", "HEAD_DIM", "HEAD_DIM_V", "TILE_Q", "LENGTHS_Q", "PACKED",
@@ -233,7 +235,8 @@ SHORT = 2048  # up to this length waiting for turns costs less than zeros and a 
 def _more(problem: Problem, p: Params) -> Params:
     """IN_TURN: blocks add to dQ in turn: if they must, or in short walks of many blocks, where none waits.  A
     walk of all heads of a group is not short: 32 heads over 8, 2,048 causal, lose 28 % in turn.
-    FINISHES: the last of them makes dq, where every query sees a key."""
+    FINISHES: the last of them makes dq, where every query sees a key.  PIECES: of walks that are as long, the
+    last few are cut (key_pieces.cuh)."""
     hides = problem.packed or any(p[name] for name in ("WINDOW", "LENGTHS_Q", "LENGTHS_K"))
     offset = problem.len_k - problem.len_q if problem.query_offset is None else problem.query_offset
     sees = problem.len_k > 0 and not hides and (not problem.causal or offset >= 0)
@@ -242,7 +245,11 @@ def _more(problem: Problem, p: Params) -> Params:
     is_short = finishes and problem.heads == problem.heads_k
     chooses = is_short and is_large and not p["BLOCK_MASK"] and len(problem.gradients) <= 3
     in_turn = problem.deterministic or chooses
-    return {"IN_TURN": int(in_turn), "FINISHES": int(in_turn and finishes)}
+    is_long = sees and not problem.causal and problem.len_q >= LONG_WALK * p["TILE_Q"]
+    is_one = _key_blocks(problem, p) >= ENOUGH_BLOCKS and _splits(problem, p) == 1 and not p["BLOCK_MASK"]
+    cuts = is_long and is_one and not in_turn and len(problem.gradients) <= 3
+    pieces = PIECES if cuts else 1
+    return {"IN_TURN": int(in_turn), "FINISHES": int(in_turn and finishes), "PIECES": pieces}
 
 
 BWD_06 = Row(

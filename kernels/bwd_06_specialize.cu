@@ -192,7 +192,7 @@ KERNEL(n_threads, 1) bwd_06_specialize(const __grid_constant__ MappedArgs args) 
     const Own own = work_of(smem, n);
     if (own.j0 == NO_WORK) break;
     const Sequence seq = sequence_of(args, own.b);
-    const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
+    const Meeting meeting = meeting_of(args, seq, own);
     // moved: else the compiler asks for threadIdx again in every step.
     Consumer mine(args, smem, own, seq, meeting, warpgroup - 1, moved(threadIdx.x % 128));
     QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane, own.turned);

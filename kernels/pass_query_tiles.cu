@@ -18,6 +18,7 @@ constexpr int open_blocks = 4;   // on an SM: while some wait for O and dO other
 constexpr int row_lanes = 8;     // of a row; each takes 8 numbers in every 64
 constexpr int rows_at_once = open_threads / row_lanes, n_rounds = ceil_div(tile_q, rows_at_once);
 static_assert(tile_q % 16 == 0 && head_dim_tile % 32 == 0, "pass_query_tiles: whole pieces");
+static_assert(2 * tile_q <= open_threads, "pass_query_tiles: a counter a thread");
 
 struct Eight {
   acc item[8];
@@ -67,7 +68,8 @@ KERNEL(open_threads, open_blocks) pass_query_tiles__open(const __grid_constant__
   next_kernel_may_start();
   const int thread = threadIdx.x, lane = thread % row_lanes;
   const i64 place = blockIdx.x;
-  if (place == 0 && thread == 0) Global<i32>(args.workspace[SLOT_ROWS]).store(counter_index(args), 0);
+  if (place == 0 && thread < 2 * tile_q)
+    Global<i32>(args.workspace[SLOT_ROWS]).store(counter_index(args) + thread, 0);
   if (place >= all_places(args)) return;   // no queries: keys that nobody sees have gradients of 0
   const QueryTile own = query_tile_at(args, place);
   if (!own.exists) return;

@@ -10,6 +10,7 @@
 #pragma once
 #include "accumulators.cuh"
 #include "barrier.cuh"
+#include "key_pieces.cuh"
 #include "key_rows.cuh"
 #include "maps.cuh"
 #include "mbarrier.cuh"
@@ -30,6 +31,7 @@ constexpr bool may_hide = causal || has_window || has_foreign_rows;   // pairs t
 // Options are worked out with no product on its way, and apart from the registers of one: what threads do
 // each for itself does not go with wgmma.
 constexpr bool overlaps = !rules_differ && !asks_blocks && !converts_dO;
+static_assert(piece_threads == group_threads, "key_group: all consumers join pieces");
 static_assert(tile_kv == 128 && (tile_q == 64 || tile_q == 128), "key_group: two groups of 64 keys");
 
 using TileK = PanelTile<tile_kv, head_dim_tile, K_panel>;
@@ -49,12 +51,13 @@ struct alignas(16) Own {
   bool shares;   // adds to dK_sum, dV_sum
   bool exists;   // false: an empty slot of a packed call
   bool turned;   // walks from the last query to the first
+  u8 piece;      // of the queries, from 1 on, and slot is the number of a tile that is cut; 0: all of them
 };
 constexpr i32 NO_WORK = -1;
 DEVICE Own same_in_all_lanes(const Own& x) {   // so the compiler sees that it is
   return {shfl(x.b, 0), shfl(x.h_k, 0), shfl(x.j0, 0), shfl(x.slot, 0),
           shfl(x.h_begin, 0), shfl(x.h_end, 0), shfl(int(x.shares), 0) != 0, shfl(int(x.exists), 0) != 0,
-          may_turn && shfl(int(x.turned), 0) != 0};
+          may_turn && shfl(int(x.turned), 0) != 0, static_cast<u8>(cuts ? shfl(int(x.piece), 0) : 0)};
 }
 
 constexpr u32 enough_blocks = 132;   // = ENOUGH_BLOCKS of rows_hopper_backward.py
@@ -62,21 +65,37 @@ constexpr u32 enough_blocks = 132;   // = ENOUGH_BLOCKS of rows_hopper_backward.
 DEVICE Own own_of(const Args& args, u32 x) {
   Own own = {};
   const u32 heads_k = static_cast<u32>(args.heads_k), group = static_cast<u32>(args.heads) / heads_k;
-  const u32 n_blocks = static_cast<u32>(n_slots(args, args.len_k, tile_kv)) * heads_k, part = x / n_blocks;
+  const u32 n_blocks = static_cast<u32>(n_slots(args, args.len_k, tile_kv)) * heads_k;
   const u32 parts = deterministic ? 1 : largest(1u, smallest(enough_blocks / n_blocks, group));
   own.j0 = NO_WORK;
+  if constexpr (cuts) {   // then there is one part
+    const u32 whole = n_blocks - cut_tiles(args, n_blocks);
+    if (x >= whole) {
+      own.slot = static_cast<i32>((x - whole) / n_pieces);
+      own.piece = static_cast<u8>((x - whole) % n_pieces + 1);
+      x = whole + own.slot;
+    }
+  }
+  const u32 part = x / n_blocks;
   if (part >= parts) return own;
   i64 slot = 0;
   const KeyTile keys = key_tile_along(args, x - part * n_blocks, slot, own.turned);
   own.b = static_cast<i32>(keys.seq.b);
   own.h_k = static_cast<i32>(keys.h);
   own.j0 = keys.j0;
-  own.slot = static_cast<i32>(slot);
+  if (own.piece == 0) own.slot = static_cast<i32>(slot);
   own.h_begin = own.h_k * group + part * group / parts;
   own.h_end = own.h_k * group + (part + 1) * group / parts;
   own.shares = parts > 1;
   own.exists = keys.exists;
   return own;
+}
+
+// The queries that a block walks, and which tiles of them it sees whole.
+DEVICE Meeting meeting_of(const Args& args, const Sequence& seq, const Own& own) {
+  Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
+  if (cuts && own.piece > 0) meeting.queries = queries_of_piece(meeting.queries, own.piece - 1);
+  return meeting;
 }
 
 constexpr u32 dO_bytes = dO_parts * TiledO::n_bytes;
@@ -352,6 +371,10 @@ template <class Smem, int held_steps> struct KeyGroup {
 
   // dK, dV -> memory.  own, seq: as at the start; known anew, they need no registers in between.
   DEVICE void finish(const Own& own, const Sequence& seq) {
+    if constexpr (cuts) {
+      const int thread = group * 128 + warp * 32 + lane;
+      if (own.piece > 0 && !join_pieces(args, own.slot, own.piece - 1, dK, dV, thread)) return;
+    }
     const i32 key0 = own.j0 + group * 64 + warp * 16, existing = seq.len_k - key0;
     const float scale = static_cast<float>(args.scale);
     const auto rows_of = [&](const Tensor& tensor, i64 dim, i32 end) {

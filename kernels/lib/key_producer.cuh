@@ -3,8 +3,8 @@
 // The producer takes tiles of keys one after another, announces each to the others, and copies its K and V,
 // then Q, lse and delta, dO of every query tile that sees those keys.  It runs ahead of the consumers, into
 // the next tile of keys too, as far as stages are empty.
-// All 32 lanes walk, one waits and acts: others that waited could miss two phases of a barrier, unless their own
-// arrival ends one of them.
+// All 32 lanes walk, one waits and acts: others that waited could miss two phases of a barrier, unless their
+// own arrival ends one of them.
 #pragma once
 #include "dependent.cuh"
 #include "key_group.cuh"
@@ -92,7 +92,7 @@ struct Producer {
 
   DEVICE void load(const Own& own, bool first) {
     const Sequence seq = sequence_of(args, own.b);
-    const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
+    const Meeting meeting = meeting_of(args, seq, own);
     QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane, own.turned);
     const bool exists = at.exists();
     if (first) {
@@ -160,7 +160,7 @@ DEVICE void at_every_turn(const Args& args, Smem& smem, int lane, Visit visit, L
     const Own own = work_of(smem, n);
     if (own.j0 == NO_WORK) break;
     const Sequence seq = sequence_of(args, own.b);
-    const Meeting meeting = meeting_of(args, seq, own.j0, asks_blocks);
+    const Meeting meeting = meeting_of(args, seq, own);
     QueryWalk<Walk> at(args, seq, meeting.queries, own.j0, own.h_begin, own.h_end, lane, own.turned);
 #pragma unroll 1
     for (; at.exists(); at.next(), step.next()) {

@@ -109,8 +109,8 @@ constexpr u32 section_tiles = head_dim_tile > 128 ? 64 : 256;
 
 // The x-th key tile: tiles of a head side by side.  With causal the heaviest tiles of a section of heads come
 // first, so that light ones fill the end; where blocks take turns the last keys do, and those whose turn is
-// after theirs come when most of it is over.  may_turn: in the last sections the heaviest tiles come first all
-// the same, and are turned.  slot: its number among all sequences' tiles, as pass_dalibi counts.
+// after theirs come when most of it is over.  may_turn: in the last sections the heaviest tiles come first
+// all the same, and are turned.  slot: its number among all sequences' tiles, as pass_dalibi counts.
 DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot, bool& turned) {
   KeyTile t = {};
   turned = false;

@@ -2,7 +2,7 @@
 //
 // A query tile is TILE_Q queries of one sequence and head.  Its place is its number in two arrays:
 //   rows    float [places + 1, 2, TILE_Q]        lse, then delta, of each query: one bulk copy a tile; the
-//                                                last place is a counter
+//                                                last place is counters
 //   dQ      float [places, TILE_Q * HEAD_DIM]    the sum of dS K, in the order of accumulators
 // lse is in base 2 (times log2(e)) where only scale stands between a product and its score, natural else,
 // where the weights must be nearer to the truth; +inf where a query attends to nothing or does not exist:
@@ -33,8 +33,8 @@ constexpr int SLOT_ROWS = 2, SLOT_DQ = 3, SLOT_DO = 4, SLOT_TURNS = 5;
 #endif
 constexpr bool in_turn = CUFLASH_IN_TURN;
 constexpr bool finishes = CUFLASH_FINISHES;
-// With causal the longest walks would end the kernel so.  In the last heads they come first: those blocks walk
-// from the last query to the first, the first keys are the first in turn, and the diagonal is the last.
+// With causal the longest walks would end the kernel so.  In the last heads they come first: those blocks
+// walk from the last query to the first, the first keys are the first in turn, and the diagonal is the last.
 constexpr bool may_turn = finishes && causal && !has_block_mask;
 #undef CUFLASH_IN_TURN
 #undef CUFLASH_FINISHES
@@ -53,7 +53,8 @@ DEVICE i64 all_places(const Args& args) {
   return places_per_head(args) * args.heads * (is_packed ? 1 : args.batch);
 }
 
-// Where blocks ask for the next tile of keys: an i32 behind the rows of the last place.  __open sets it to 0.
+// Where blocks ask for the next tile of keys: an i32 behind the rows of the last place; then counters of
+// key_pieces.cuh.  __open sets all 2 * TILE_Q to 0.
 DEVICE i64 counter_index(const Args& args) { return all_places(args) * 2 * tile_q; }
 
 // The place of the tile at row i0 of head h.  Fewer than 2^31: they are the blocks of a grid.
@@ -68,7 +69,8 @@ DEVICE i32 place_of(const Args& args, const Sequence& seq, i64 h, i32 i0) {
 // The tile at a place: the reverse.
 DEVICE QueryTile query_tile_at(const Args& args, i64 place) {
   QueryTile t = {};
-  const u32 at = static_cast<u32>(place), per_head = static_cast<u32>(places_per_head(args));   // 32 bits: sooner
+  // 32 bits are divided sooner.
+  const u32 at = static_cast<u32>(place), per_head = static_cast<u32>(places_per_head(args));
   const u32 head = at / per_head, heads = static_cast<u32>(args.heads);
   const i64 slot = at - head * per_head;
   t.h = head % heads;
