@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import html
+import os
 import sys
 import tempfile
 import time
@@ -89,8 +90,8 @@ def lab(
     *,
     against: str | Path | None = None,
     shapes: Sequence[Shape] | None = None,
-    cases: Sequence[str] | None = None,
-    dtypes: Sequence[str] | None = None,
+    cases: str | Sequence[str] | None = None,
+    dtypes: str | Sequence[str] | None = None,
     arch: str = BUILD_ARCH,
     timing: bool = True,
     progress: Callable[[str], None] | None = None,
@@ -102,7 +103,7 @@ def lab(
     | path | a .cu file: one of kernels/, or a changed copy of one with the same entry point |
     | against | another version of the same kernel to compare with; None: the one in the package |
     | shapes | bench.shapes.Shape to time; None: head_dim 64 and 128, length 4,096, causal and not |
-    | cases, dtypes | of `cuflash check`; None: its quick ones on a GPU, two cases in the emulator |
+    | cases, dtypes | of `cuflash check`, one or more; None: its quick ones on a GPU, two in the emulator |
     | arch | what to compile for where there is no GPU |
     | timing | False leaves the times out |
     | progress | called with a sentence as it goes |
@@ -114,6 +115,11 @@ def lab(
     """
     say = progress or (lambda text: None)
     start = time.perf_counter()
+    for name, given in (("path", path), ("against", against or "none")):
+        if not isinstance(given, (str, os.PathLike)):
+            got = f"{name} has the type {type(given).__name__}"
+            raise CuflashError(f"lab: {got}; needs the path of a .cu file.")
+    cases, dtypes = ([names] if isinstance(names, str) else names for names in (cases, dtypes))
     with workshop(Path(path)) as source:
         found = Lab(source)
         _compare(found, Path(against) if against else None)

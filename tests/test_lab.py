@@ -191,6 +191,10 @@ def test_the_module_is_the_function_too():
     assert cuflash.lab is module and callable(cuflash.lab)
     with pytest.raises(CuflashError, match="is not there"):
         cuflash.lab("nowhere.cu")
+    with pytest.raises(CuflashError, match="path has the type NoneType; needs the path"):
+        cuflash.lab(None)
+    with pytest.raises(CuflashError, match="unknown case plane; known: plain"):  # one name, no letters
+        cuflash.lab(build.kernels_directory() / "fwd_01_naive.cu", cases="plane", timing=False)
 
 
 @needs_compiler
