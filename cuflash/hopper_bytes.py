@@ -27,13 +27,20 @@ def walked_bytes(problem: Problem, p: Params, shares: int, asks: int = 0) -> Tra
     traffic = _around(problem, p, shares) | keys
     if asks:
         tiles = len(range(0, problem.len_k, p["TILE_KV"])) * problem.batch * problem.heads_k * shares
+        pieces, left = p.get("PIECES", 1), tiles % asks
+        if pieces > 1 and 4 * left <= 3 * asks:  # all but the last leave dK and dV where dq will be
+            more = left * (pieces - 1)
+            tiles += more
+            numbers = more * p["TILE_KV"] * (p["HEAD_DIM"] + p["HEAD_DIM_V"])
+            read, written = traffic["dq"]
+            traffic["dq"] = read + 4 * numbers, written + 4 * numbers
         counts = 4 * (tiles + (min(tiles, asks) if p.get("IN_TURN") else 0))
         read, written = traffic["query_rows"]
         traffic["query_rows"] = read + counts, written + counts
     return traffic
 
 
-def cluster_bytes(problem: Problem, p: Params, shares: int) -> Traffic:
+def cluster_bytes(problem: Problem, p: Params, shares: int, asks: int) -> Traffic:
     """The same of bwd_07_cluster, where a block reads a part of its peer's K too, lse and delta itself."""
     if is_data_dependent(problem) or len(problem.gradients) > 3:
         return {}
@@ -54,9 +61,10 @@ def cluster_bytes(problem: Problem, p: Params, shares: int) -> Traffic:
             v_numbers += own * problem.head_dim_v
             k_numbers += own * problem.head_dim + peer * min(max(problem.head_dim - first, 0), cols)
     n, size = problem.batch * problem.heads_k * shares, ITEMSIZE[problem.dtype]
-    if not p["DETERMINISTIC"]:  # for each tile of keys a counter is asked, or found to be at its end
+    if p["IN_TURN"] or not p["DETERMINISTIC"]:  # for each tile of keys a counter is asked, or at its end
         read, written = traffic["query_rows"]
-        traffic["query_rows"] = read + 4 * n * len(tiles), written + 4 * n * len(tiles)
+        counts = 4 * (n * len(tiles) + (min(n * len(tiles), asks) if p["IN_TURN"] else 0))
+        traffic["query_rows"] = read + counts, written + counts
     return traffic | {"k": (n * k_numbers * size, 0), "v": (n * v_numbers * size, 0)}
 
 
@@ -76,7 +84,7 @@ def _around(problem: Problem, p: Params, shares: int, blocks: int = 1) -> Traffi
         "out": (rows * dv * o_size, 0),
         "dout": (rows * dv * do_size, 0),
         "lse": (rows * 4, 0),
-        "query_rows": (visits * pair * blocks, places * pair + 4),  # and a counter
+        "query_rows": (visits * pair * blocks, (places + 1) * pair),  # and counters
         "dQ_tiles": ((visits + places) * tile, (visits + places) * tile),
         "dq": (0, rows * d * out_size),
     }
@@ -90,7 +98,7 @@ def _around(problem: Problem, p: Params, shares: int, blocks: int = 1) -> Traffi
     if problem.has_mask:
         traffic["mask"] = (cost.visible_pairs(problem) * heads, 0)
     if p.get("IN_TURN"):
-        traffic |= _turns(problem, p, visits, places)
+        traffic |= _turns(problem, p, visits, places, blocks)
     elif problem.deterministic:  # each half of a tile of dQ has a count: asked once and raised once a visit
         traffic["turns"] = (visits * 2 * 8, visits * 2 * 4)
     for name, dim in (("k", d), ("v", dv)):
@@ -102,14 +110,15 @@ def _around(problem: Problem, p: Params, shares: int, blocks: int = 1) -> Traffi
     return traffic
 
 
-def _turns(problem: Problem, p: Params, visits: int, places: int) -> Traffic:
-    """Where blocks add to a query tile in turn: a count per tile, asked and raised once a visit.  The first
-    stores: no zeros.  FINISHES: the last reads the sum, else pass_query_tiles__close does."""
+def _turns(problem: Problem, p: Params, visits: int, places: int, blocks: int) -> Traffic:
+    """Where blocks add to a query tile in turn: a count per tile, and block of a cluster, asked and raised
+    once a visit.  The first stores: no zeros.  FINISHES: the last reads the sum, else
+    pass_query_tiles__close does."""
     tile, warps = 4 * p["TILE_Q"] * p["HEAD_DIM"], 8  # of __close, that look whether there is a sum
     sums, looks = visits, places * warps
     if p.get("FINISHES"):
         sums, looks = visits - places, 0
     return {
         "dQ_tiles": (sums * tile, sums * tile),
-        "turns": (4 * (2 * visits + looks), 4 * (visits + places)),
+        "turns": (4 * (2 * visits * blocks + looks), 4 * (visits * blocks + 2 * places)),
     }

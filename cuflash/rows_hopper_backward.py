@@ -99,7 +99,7 @@ def query_tile_slots(problem: Problem, p: Params) -> tuple[Slot, ...]:
     """Slots 2 to 5: rows, dQ, dO in 16 bits; turns of a deterministic backward."""
     n, tile = places(problem, p), p["TILE_Q"]
     slots = (
-        Slot("query_rows", "float32", (n + 1, 2, tile)),  # the last is a counter
+        Slot("query_rows", "float32", (n + 1, 2, tile)),  # the last is counters
         Slot("dQ_tiles", "float32", (n, tile * p["HEAD_DIM"])),
         Slot("dO_tiles", problem.dtype, (dO_parts(p), n if dO_parts(p) > 1 else 0, tile * p["HEAD_DIM_V"])),
     )

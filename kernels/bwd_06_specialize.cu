@@ -16,14 +16,15 @@
 //                dK * scale, dV -> memory         (pass_query_tiles__close makes dQ of the sums)
 // In turn      deterministic, and up to length 2,048, where it costs nothing: blocks add to a query tile one
 //              after the other, the last keys first.  Who is first stores, so nobody makes zeros; where every
-//              query sees a key, who is last makes dq of the sum, and there is no __close
+//              query sees a key, who is last makes dq of the sum, and there is no __close.  With causal the
+//              last heads are walked the other way round (may_turn), so that the kernel ends with short walks
 // Grid         x: as many blocks as SMs.  Which tile is next: a counter in memory; who asks first gets it.  A
 //              block's first tile is its own number; in turn it asks for that too, for then nobody waits for a
 //              block that has not started.
 //              Tiles are numbered key tile + n_tiles * (key head + heads_k * (sequence + batch * part)), with
 //              causal the longest of a few heads first, in turn the last keys of a few heads; packed: slots
 //              (lib/positions.cuh) for tiles.  Where tiles are few, parts share a key head's query heads and
-//              add to dK_sum and dV_sum.
+//              add to dK_sum and dV_sum; long walks: what is left over comes in pieces (lib/key_pieces.cuh).
 // Shared       K [TILE_KV, .] | V | rings of N_STAGES: Q [TILE_Q, .], dO, dS [TILE_KV, TILE_Q], lse and delta
 // Registers    per consumer: dK HEAD_DIM / 2, dV HEAD_DIM_V / 2, S and dP TILE_Q / 2 each, dQ, P, dS
 // Bytes        per tile: K, V, dK, dV once; Q, dO, rows and an addition to dQ per query tile
