@@ -13,9 +13,13 @@
 //                  gradients dP^T = V dO^T, dS = P (dP - delta)        dK += dS^T Q     dS -> both blocks
 //                  both      dQ sums += dS K, one tile late: its columns are shared out among the four
 //                dK * scale, dV -> memory                (pass_query_tiles__close makes dQ of the sums)
+// In turn      deterministic, and up to length 512, where it costs nothing: clusters add to a query tile one
+//              after the other, the last keys first.  Up to 512 who is first stores, so nobody makes zeros; who
+//              is last fetches the sum, goes on with its product from there and makes dq: no __close
 // Grid         x: rank + 2 * cluster, as many as there are SMs.  A cluster stays: its first tile of keys has
-//              its number, the next ones a counter in memory's.  Tiles of one head are taken together, they
-//              read the same Q and dO.  deterministic: a cluster per tile, which ends with it
+//              its number, the next ones a counter in memory's; in turn the first too, for then nobody waits
+//              for a cluster that has not started.  Tiles of one head are taken together, they read the same
+//              Q and dO.  deterministic above 512: a cluster per tile, which ends with it
 //              Few tiles: n_splits clusters share a key head's query heads and add to dK_sum and dV_sum.
 // Groups       0 (lib/cluster_loader.cuh): a warp loads Q and dO; one makes zeros of rows that do not exist;
 //              one chooses tiles of keys and loads them, or two keep the turns of a deterministic backward
@@ -30,7 +34,7 @@
 //              keys_empty: both groups of this block have.  keys_clean: both have written zeros where there
 //              are no keys.  S_read, dP_read: lse and the step, delta have been read.  P_full, P_empty:
 //              between the groups.  is_told, asked: between chooser and loader.  may_add, added,
-//              announced: turns
+//              announced, step_told: turns
 //              Where ordinary accesses are handed over every lane arrives, not one after warp_sync(): as
 //              fast, and what racecheck of compute-sanitizer follows.
 //              The cluster's barrier publishes nothing (relaxed): what blocks send each other has been waited
@@ -63,8 +67,8 @@ CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedAr
       cluster_wait();   // as the loader does
       if (cleans_queries && thread < 64) clean_queries(args, smem, lane);
       else if (stays && thread / 32 == 2) Chooser{args, smem, lane}.run();
-      else if (deterministic && thread / 32 == 2) wait_for_turns(args, smem, lane);
-      else if (deterministic && thread / 32 == 3) announce_turns(args, smem, lane);
+      else if (takes_turns && thread / 32 == (stays ? 1 : 2)) wait_for_turns(args, smem, lane);
+      else if (takes_turns && thread / 32 == 3) announce_turns(args, smem, lane);
     }
   } else {
     registers_grow<240>();

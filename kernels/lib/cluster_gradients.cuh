@@ -25,22 +25,15 @@ struct GradientsGroup {
         share(args, smem, first_gradients_col(cluster_rank()), thread) {}
 
   DEVICE void run() {
-    u32 n = 0;
-    read_step(0);
-    if constexpr (stays) {
-      for (; step.exists(); read_step(++n)) walk_tile(n);
-    } else if (step.exists()) {
-      walk_tile(n);
-      ++n;
-    }
+    const u32 n = walk_tiles(*this);
     if (n == 0) return;
     // What the peer's groups say of the last dS has arrived: nothing reaches into a block that has left.
     wait_empty(smem.dS_empty, n);
     wait_empty(smem.dS_empty, n + 1);
   }
 
-  // A tile of keys, from its first step n on, to its last.
-  DEVICE void walk_tile(u32& n) {
+  // A tile of keys, up to dP of its first step n.
+  DEVICE void begin(u32 n) {
     own = owner_of(args, tile_of(smem, n));
     j = own.j0 + thread / 32 * 16 + lane / 4;
     const u32 key_tile = stays ? shfl(step.key_tile(), 0) : 0;
@@ -54,15 +47,9 @@ struct GradientsGroup {
     wgmma_wait<0>();   // dP
 #pragma unroll
     for (int at = 0; at < n_scores; ++at) dP[at] = next[at];
-    if (step.is_last()) {   // apart: the compiler then moves no sums while products run
-      finish(n);
-      return;
-    }
-    go_on<true>(n++);
-#pragma unroll 1
-    while (!step.is_last()) go_on<false>(n++);
-    finish(n);
   }
+
+  DEVICE bool is_last() const { return finishes && shfl(j, 0) < tile_kv; }   // of those that add to dQ
 
   DEVICE void read_step(u32 n) {
     wait_full(smem.Q_full, n);   // the step is there, and Q
@@ -185,11 +172,12 @@ struct GradientsGroup {
   template <bool is_first> DEVICE void go_on(u32 n) {
     make_dS(n);
     add_product(dK, dS, smem.Q[n % n_Q]);
-    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2);
+    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2, is_last());
+    if constexpr (!is_first) share.fetch(dQ, n - 1, is_last());
     if constexpr (is_first) {
       wgmma_wait<0>();   // dK has read Q and dS
     } else {
-      share.start(dQ, n - 1);
+      share.start(dQ, n - 1, is_last());
       wgmma_wait<1>();   // dK has read Q and dS
     }
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
@@ -203,7 +191,7 @@ struct GradientsGroup {
     wgmma_wait<0>();   // dP
 #pragma unroll
     for (int at = 0; at < n_scores; ++at) dP[at] = next[at];
-    if constexpr (is_exact && !is_first) share.add(dQ, n - 1);   // registers
+    if constexpr (is_exact && !is_first) share.add(dQ, n - 1, is_last());   // registers
   }
 
   // Step n, the last, but for its dQ.
@@ -212,20 +200,23 @@ struct GradientsGroup {
     add_product(dK, dS, smem.Q[n % n_Q]);
     wgmma_wait<0>();   // dK
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
-    if (!is_exact && step.is_third()) share.add(dQ, n - 2);
+    if (!is_exact && step.is_third()) share.add(dQ, n - 2, is_last());
     if (step.is_second()) {
-      share.start(dQ, n - 1);
+      share.fetch(dQ, n - 1, is_last());
+      share.start(dQ, n - 1, is_last());
       wgmma_wait<0>();   // dQ has read dS
       if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
-      share.add(dQ, n - 1);
+      share.add(dQ, n - 1, is_last());
     }
     if constexpr (is_exact) leave_head();
     rules_h = -1;
-    share.start(dQ, n);
+    share.fetch(dQ, n, is_last());
+    share.start(dQ, n, is_last());
     wgmma_wait<0>();   // dQ
     share.release(n);
+    if constexpr (in_turn) share.add(dQ, n, is_last());   // others wait for it
     store_keys(args, tile_of(smem, n), dK, static_cast<float>(args.scale), args.dK, args.dK_sum,
                args.head_dim, thread);
-    share.add(dQ, n);
+    if constexpr (!in_turn) share.add(dQ, n, is_last());
   }
 };

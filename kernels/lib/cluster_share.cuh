@@ -60,16 +60,18 @@ struct DqShare {
     first = static_cast<i32>(dQ_index(0, thread / 32, first_col / 8, thread % 32));
   }
   // dQ = dS K of the n-th step, over the keys of both blocks.
-  template <int size> DEVICE void start(float (&dQ)[size], u32 n) {
+  template <int size> DEVICE void start(float (&dQ)[size], u32 n, bool is_last) {
     wait_full(smem.dS_full, n);   // dS of own keys is stored, that of the peer's has landed
     const Descriptor dS(smem.dS[n % 2][0].descriptor_MN(0));   // the peer's follows: 8 more k16 steps
     const Descriptor K(smem.K.descriptor(step, smem.K.panel_bytes));
     const Descriptor K_peer(smem.K_peer.descriptor(step_peer, smem.K_peer.panel_bytes));
     constexpr u32 k16 = 128;   // 16 rows of a panel, in 16 bytes
+    const bool goes_on = finishes && is_last && !is_first(n);   // on what fetch has brought
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      wgmma<elem, 1, 1>(dQ, dS.at(k * k16), k < 4 ? K.at(k * k16) : K_peer.at((k - 4) * k16), k > 0);
+      wgmma<elem, 1, 1>(dQ, dS.at(k * k16), k < 4 ? K.at(k * k16) : K_peer.at((k - 4) * k16),
+                        goes_on || k > 0);
     wgmma_commit();
   }
   // dQ of the n-th step, the last of a tile of keys, is complete: dS and the keys may be overwritten.
@@ -78,19 +80,55 @@ struct DqShare {
     arrive_at_both(smem.dS_empty, n);
     mbarrier_arrive(at(smem.keys_empty, 0));
   }
-  // The sums += dQ of the n-th step.
-  template <int size> DEVICE void add(const float (&dQ)[size], u32 n) {
+  // The sums += dQ of the n-th step; or dq, if the keys are the last to add.
+  template <int size> DEVICE void add(const float (&dQ)[size], u32 n, bool is_last) {
     const Global<float> sums(args.workspace[SLOT_DQ]);
     const i64 place = smem.steps.as<Step>(n % n_steps, 0).place;
     const i64 index = place * (tile_q * head_dim_tile) + first;
-    if constexpr (deterministic) wait_full(smem.may_add, n);   // it is the cluster's turn
+    const auto four = [&](int c) {
+      return Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}};
+    };
+    if constexpr (takes_turns) wait_full(smem.may_add, n);   // it is the cluster's turn
+    if (finishes && is_last) {
+      store(dQ, n);
+    } else {
+      const bool stores = in_turn && is_first(n);
 #pragma unroll
-    for (int c = 0; c < size / 4; ++c)
-      sums.add_as(index + c * 128, Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}});
-    if constexpr (deterministic) {
+      for (int c = 0; c < size / 4; ++c)
+        if constexpr (in_turn) sums.store_or_add_as(stores, index + c * 128, four(c));
+        else sums.add_as(index + c * 128, four(c));
+    }
+    if constexpr (takes_turns) {
       warp_sync();   // the warp has added
       if (first / 4 % 32 == 0) mbarrier_arrive(at(smem.added, n));
     }
+  }
+  DEVICE bool is_first(u32 n) { return shfl(smem.is_first(0, n % n_steps), 0) != 0; }
+  // What others have added to dQ of the n-th step -> dQ, where its product goes on.
+  template <int size> DEVICE void fetch(float (&dQ)[size], u32 n, bool is_last) {
+    if (!finishes || !is_last) return;
+    wait_full(smem.may_add, n);   // all others have added
+    if (is_first(n)) return;
+    const Global<float> sums(args.workspace[SLOT_DQ]);
+    const i64 place = smem.steps.as<Step>(n % n_steps, 0).place;
+    const i64 index = place * (tile_q * head_dim_tile) + first;
+#pragma unroll
+    for (int c = 0; c < size / 4; ++c) {
+      const Vec16<float> four = sums.load_as<Vec16<float>>(index + c * 128);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dQ[4 * c + e] = four.item[e];
+    }
+  }
+  // dQ of the n-th step -> dq.
+  template <int size> DEVICE void store(const float (&dQ)[size], u32 n) {
+    const Step step = smem.steps.as<Step>(n % n_steps, 0);
+    const i64 b = static_cast<u32>(step.place) / static_cast<u32>(places_per_head(args) * args.heads);
+    const int piece = opaque(first) / 128, columns = head_dim_tile / 8;   // opaque: registers
+    TileSource rows = tile_source(args.dQ, b, 0, step.h, step.i0, args.len_q, piece % columns * 8,
+                                  args.head_dim);
+    rows.by_vectors = true;   // else the row has no turns: registers
+    store_rows<out_elem>(dQ, static_cast<float>(args.scale), args.dQ.data, rows, piece / columns * 16,
+                         rows.rows, opaque(static_cast<int>(threadIdx.x)) % 32);
   }
 };
 
@@ -107,6 +145,32 @@ DEVICE void take_keys(const Args& args, Smem& smem, const Owner& own, u32 n) {
     mbarrier_arrive(at(smem.keys_clean, n));
     wait_full(smem.keys_clean, n);   // keys that do not exist are zeros, also to wgmma
   }
+}
+
+// A group's way through the steps of a tile of keys, of which n is the first.  begin(n): up to S or dP;
+// go_on(n): from there to that of the next step; finish(n): the last, and what the tile has summed.
+template <class Group> DEVICE void walk_steps(Group& group, u32& n) {
+  group.begin(n);
+  if (group.step.is_last()) {   // apart: the compiler then moves no sums while products run
+    group.finish(n);
+    return;
+  }
+  group.template go_on<true>(n++);
+#pragma unroll 1
+  while (!group.step.is_last()) group.template go_on<false>(n++);
+  group.finish(n);
+}
+// Through the tiles of its cluster: how many steps there were.
+template <class Group> DEVICE u32 walk_tiles(Group& group) {
+  u32 n = 0;
+  group.read_step(0);
+  if constexpr (stays) {
+    for (; group.step.exists(); group.read_step(++n)) walk_steps(group, n);
+  } else if (group.step.exists()) {
+    walk_steps(group, n);
+    ++n;
+  }
+  return n;
 }
 
 // target = sum * factor, the rows of the block's keys; or total += sum, where clusters share them.

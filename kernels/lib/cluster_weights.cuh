@@ -26,17 +26,11 @@ struct WeightsGroup {
   DEVICE void run() {
     scale_log2 = head_rules_of(args, sequence_of(args, 0), 0).scoring.scale_log2;
     pin(scale_log2);
-    u32 n = 0;
-    read_step(0);
-    if constexpr (stays) {
-      for (; step.exists(); read_step(++n)) walk_tile(n);
-    } else if (step.exists()) {
-      walk_tile(n);
-    }
+    walk_tiles(*this);
   }
 
-  // A tile of keys, from its first step n on, to its last.
-  DEVICE void walk_tile(u32& n) {
+  // A tile of keys, up to P of its first step n.
+  DEVICE void begin(u32 n) {
     own = owner_of(args, tile_of(smem, n));
     j = own.j0 + thread / 32 * 16 + lane / 4;
     if constexpr (has_block_mask) blocks = Walk(args.blocks_of_key, 0, 0, own.tile.j0, own.tile.j0, 0, lane);
@@ -50,15 +44,9 @@ struct WeightsGroup {
     wgmma_wait<0>();   // S
     make_P(S, n, smem.lse, n % n_Q);
     wait_full(smem.V_full, key_tile);   // K_peer
-    if (step.is_last()) {   // apart: the compiler then moves no sums while products run
-      finish(n);
-      return;
-    }
-    go_on<true>(n++);
-#pragma unroll 1
-    while (!step.is_last()) go_on<false>(n++);
-    finish(n);
   }
+
+  DEVICE bool is_last() const { return finishes && shfl(j, 0) < tile_kv; }   // of those that add to dQ
 
   DEVICE void read_step(u32 n) {
     wait_full(smem.Q_full, n);   // Q, lse and the step are there
@@ -107,7 +95,8 @@ struct WeightsGroup {
   template <bool is_first> DEVICE void go_on(u32 n) {
     wait_dO(n);
     add_product(dV, P, smem.dO[n % n_dO]);
-    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2);
+    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2, is_last());
+    if constexpr (!is_first) share.fetch(dQ, n - 1, is_last());
     read_step(n + 1);
     float S[n_scores];   // new in every step: the compiler need not carry it from one to the next
     product(S, smem.K, K, held_K, smem.Q[(n + 1) % n_Q]);
@@ -118,12 +107,12 @@ struct WeightsGroup {
     if constexpr (is_first) {
       wgmma_wait<0>();   // S
     } else {
-      share.start(dQ, n - 1);
+      share.start(dQ, n - 1, is_last());
       wgmma_wait<1>();   // S
       if constexpr (is_exact) {   // registers
         wgmma_wait<0>();   // dQ has read dS
         if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
-        share.add(dQ, n - 1);
+        share.add(dQ, n - 1, is_last());
       }
     }
     if constexpr (fetches_early) make_P(S, n + 1, lse, 0);
@@ -136,19 +125,22 @@ struct WeightsGroup {
   DEVICE void finish(u32 n) {
     wait_dO(n);
     add_product(dV, P, smem.dO[n % n_dO]);
-    if (!is_exact && step.is_third()) share.add(dQ, n - 2);
+    if (!is_exact && step.is_third()) share.add(dQ, n - 2, is_last());
     wgmma_wait<0>();   // dV
     if (thread == 0) arrive_at_both(smem.dO_empty, dO_use(n));
     if (step.is_second()) {
-      share.start(dQ, n - 1);
+      share.fetch(dQ, n - 1, is_last());
+      share.start(dQ, n - 1, is_last());
       wgmma_wait<0>();   // dQ has read dS
       if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
-      share.add(dQ, n - 1);
+      share.add(dQ, n - 1, is_last());
     }
-    share.start(dQ, n);
+    share.fetch(dQ, n, is_last());
+    share.start(dQ, n, is_last());
     wgmma_wait<0>();   // dQ
     share.release(n);
+    if constexpr (in_turn) share.add(dQ, n, is_last());   // others wait for it
     store_keys(args, tile_of(smem, n), dV, 1, args.dV, args.dV_sum, args.head_dim_v, thread);
-    share.add(dQ, n);
+    if constexpr (!in_turn) share.add(dQ, n, is_last());
   }
 };

@@ -131,7 +131,7 @@ DEVICE KeyTile key_tile_along(const Args& args, i64 x, i64& slot, bool& turned) 
       const u32 all = heads_k * static_cast<u32>(args.batch);
       const u32 wide = smallest(largest(section_tiles / n_tiles, 1u), all);
       const u32 n_turned = may_turn && all >= 4 * wide ? 2 * wide : 0, n_others = all - n_turned;
-      const bool is_turned = block >= n_others * n_tiles;
+      const bool is_turned = may_turn && block >= n_others * n_tiles;
       const u32 begin = is_turned ? n_others : block / (wide * n_tiles) * wide;
       const u32 here = is_turned ? n_turned : smallest(wide, n_others - begin);   // the last may be smaller
       const u32 place = block - begin * n_tiles;
