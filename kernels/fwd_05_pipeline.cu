@@ -53,9 +53,6 @@
 #include "lib/votes.cuh"
 
 using Walk = BlockWalk<tile_q, span, block_q, block_kv>;
-constexpr bool asks_blocks = has_block_mask && !Walk::Shape::tiles_are_whole;
-// Scores are scaled products, and position alone hides: a tile that all rows see needs nothing but weights.
-constexpr bool is_plain = scales_late && !has_mask && !asks_blocks && !has_dropout;
 // At head_dim 64 the first product is too short to hide what a request takes.
 constexpr bool asks_late = head_dim_tile > 64;
 static_assert(n_stages == 2 || n_parts == 1, "fwd_05_pipeline: with one stage K is used as a whole, then V");
@@ -81,8 +78,8 @@ DEVICE i64 odd_warp(int warp) { return static_cast<i64>(blockIdx.x) * n_warps + 
 DEVICE QueryTile tile_of(const Args& args, i64 x) {
   return heads_together > 1 ? tile_of_heads(args, x, tile_q) : query_tile_in_section<elem>(args, x, tile_q);
 }
-// trusts: the maximum of the first keys may stand for all.  Returns whether a warp of the block met
-// infinities or NaN.
+// trusts: scores are no larger than most, and the maximum of the first keys may stand for all.  Returns
+// whether a warp of the block met others, infinities or NaN.
 template <bool trusts> DEVICE bool attend(const Args& args, Smem& smem) {
   const int thread = threadIdx.x, lane = thread % 32;
   const int warp_row = thread / 32 * row_blocks * 16;   // of the warp's first row in the tile
@@ -184,8 +181,8 @@ template <bool trusts> DEVICE bool attend(const Args& args, Smem& smem) {
         if (is_whole) modify_scores<false>(args, seq, rules, S, i0(), j, lane, is_kept);
         else modify_scores<true>(args, seq, rules, S, i0(), j, lane, is_kept);
       }
-      move_maximum(S, state, O, rules.late_scale);
-      weigh<false>(S, state, rules.late_scale);
+      if (!has_maximum) move_maximum(S, state, O, rules.late_scale);
+      weigh<trusts>(S, state, rules.late_scale);
       if constexpr (has_dropout) drop(rules.dropout, S, i0(), j, lane);
       if constexpr (trusts) has_maximum = has_maximum || (rules.scoring.scale_log2 > 0 && is_set(state));
     };
@@ -210,7 +207,7 @@ template <bool trusts> DEVICE bool attend(const Args& args, Smem& smem) {
         Fragment<tile_kv> S;
         multiply_K(S, part);
         if (asks_late && part == 0) request_next();   // while the tensor cores are busy
-        weigh<true>(S, state, rules.late_scale);
+        weigh<trusts>(S, state, rules.late_scale);
         multiply_V(S, part);
       }
     } else {
@@ -230,10 +227,10 @@ template <bool trusts> DEVICE bool attend(const Args& args, Smem& smem) {
   }
 
   if constexpr (is_three_tf32 && !is_careful) {
-    const bool odd = any(!is_finite(O, state));
+    const bool odd = any(!is_finite(O, state) || (trusts && is_beyond(state)));
     if (lane == 0) odd_warps(args).store(odd_warp(thread / 32), odd);
   } else if constexpr (trusts) {
-    const bool odd = any(is_odd(O, state));
+    const bool odd = any(is_odd(O, state) || is_beyond(state));
     if (lane == 0) smem.is_odd(0, thread / 32) = odd;
   }
   take_headroom_back(O, state);
@@ -255,7 +252,7 @@ template <bool trusts> DEVICE bool attend(const Args& args, Smem& smem) {
 KERNEL(n_threads, blocks_per_sm) fwd_05_pipeline(const __grid_constant__ Args args) {
   SHARED_MEMORY(Smem, smem);
   if constexpr (!is_careful)
-    if (attend<is_plain && n_stages == 2>(args, smem)) attend<false>(args, smem);
+    if (attend<looks_once>(args, smem)) attend<false>(args, smem);
 }
 
 KERNEL(n_threads, blocks_per_sm) fwd_05_pipeline__careful(const __grid_constant__ Args args) {

@@ -178,6 +178,32 @@ def test_registers_and_bytes_are_those_of_the_header(arch, keys, numbers):
         assert found.smem_bytes // 1024 == kilobytes and used.spill_stores + used.spill_loads == 0
 
 
+def first_rungs():
+    """The tables of the first rungs: row, arch, dtype, registers, KB of shared memory and bytes of spills."""
+    cases = []
+    for row in ("fwd_03_mma", "fwd_04_swizzle", "bwd_03_mma"):
+        head = (build.kernels_directory() / f"{row}.cu").read_text().split("#include")[0]
+        lines = re.findall(r"^// +(sm_\d+), (\w+) +([\d ]+)$", head, re.M)
+        assert len(lines) == (3 if row == "fwd_04_swizzle" else 4)
+        for arch, dtype, numbers in lines:
+            marks = pytest.mark.full if arch == "sm_120" else ()
+            cases.append(pytest.param(row, arch, dtype, [int(x) for x in numbers.split()], marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize("row, arch, dtype, numbers", first_rungs())
+def test_the_first_rungs_take_what_their_headers_say(row, arch, dtype, numbers):
+    """Exactly with the compiler that is named; another may take a few registers more."""
+    known = build.nvrtc_version() == (12, 9)
+    for n, head_dim in enumerate((64, 128, 256)):
+        q = cuflash.spec((1, 256, 4, head_dim), dtype)
+        found = cuflash.explain(q, q, q, causal=True, device=arch, kernel=row, backward=row.startswith("bwd"))
+        used, (registers, kilobytes, spills) = found.resources[row], numbers[3 * n : 3 * n + 3]
+        assert found.smem_bytes // 1024 == kilobytes
+        if known:
+            assert (used.registers, used.spill_stores + used.spill_loads) == (registers, spills)
+
+
 @pytest.mark.parametrize("arch, head_dim", [("sm_80", 128), ("sm_89", 192), ("sm_90", 64), ("sm_90", 256)])
 def test_floats_on_tensor_cores_spill_what_their_row_says(arch, head_dim):
     for precision in ("tf32", None):

@@ -17,7 +17,7 @@ template <class Tile> struct Copier {
   // tile = rows j, j + 1, .. of the sequence, of which `rows` are there; zeros fill the rest.  All threads of
   // the block; it is there after cp_async_wait and a block_sync.  The caller commits.
   DEVICE void request(Tile& tile, const Tensor& tensor, i32 j, i32 rows, i64 dim, int thread_) const {
-    const int thread = n_stages == 1 ? thread_ : opaque(thread_);   // registers are scarce with two
+    const int thread = n_stages == 1 && !notes_begins ? thread_ : opaque(thread_);   // registers are scarce
     const int row0 = thread / across, chunk0 = thread % across;
     const i64 mine = row0 * tensor.row + chunk0 * per_chunk;
     i64 index = first + j * tensor.row;

@@ -7,10 +7,18 @@
 // large as their type can hold.  What no type holds ends as an infinity or NaN in the results: then the block
 // starts again, and looks.
 #pragma once
+#include "blocks.cuh"
 #include "heads_together.cuh"
+#include "parts.cuh"
 #include "warp.cuh"
 
 constexpr float LAZY_LOG2 = 8;
+
+constexpr bool asks_blocks =
+    has_block_mask && !BlockWalk<tile_q, span, block_q, block_kv>::Shape::tiles_are_whole;
+// Scores are scaled products, and position alone hides: a tile that all rows see needs nothing but weights.
+constexpr bool is_plain = scales_late && !has_mask && !asks_blocks && !has_dropout;
+constexpr bool looks_once = is_plain && n_stages == 2;   // for a maximum: with one stage it costs nothing
 
 // modify_scores (fragments.cuh), where position alone hides and nothing is added, in fewer registers: numbers
 // stay where they are, and a scale that cannot wait is a step of its own.
@@ -40,8 +48,9 @@ DEVICE void hide_scores(const Args& args, const Sequence& seq, const Rules& rule
   }
 }
 
-// How far below 1 the weight of the first maximum is: weights may grow by 2^(15 + HEADROOM) in float16.
-constexpr float HEADROOM = is_same<elem, f16> ? 4 : 0;
+// How far below 1 the weight of the first maximum is: weights may grow by 2^(15 + HEADROOM) in float16.  Not
+// where each tile is looked at: it would cost lse of scores near 0 their last digits.
+constexpr float HEADROOM = is_same<elem, f16> && looks_once ? 4 : 0;
 
 // The same sums under the maximum itself, by exact steps: m + log2(l) would cancel, and log2 is approximate.
 template <int n_cols> DEVICE void take_headroom_back(Fragment<n_cols>& O, RowState& state) {
@@ -82,25 +91,33 @@ DEVICE void move_maximum(Fragment<tile_kv>& S, RowState& state, Fragment<n_cols>
   }
 }
 
-// S <- weights 2^(late_scale S - m), l <- their sums too.  is_set: m is not -inf in any row.
-template <bool is_set> DEVICE void weigh(Fragment<tile_kv>& S, RowState& state, float late_scale) {
+// S <- weights 2^(late_scale S - m), l <- their sums too.  fused: in one instruction a score, which takes no
+// maximum that is_beyond.
+template <bool fused> DEVICE void weigh(Fragment<tile_kv>& S, RowState& state, float late_scale) {
 #pragma unroll
   for (int r = 0; r < n_rows; ++r) {
-    const float reference = is_set ? state.m[r] : finite_max(state.m[r]);
+    const float reference = finite_max(state.m[r]);
     float l = state.l[r];
 #pragma unroll
     for (int c = 0; c < S.n; ++c)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& weight = S.of_row(r, c, e);
-        // As in lazy.cuh: fused, scores beyond 2^30 would keep half an ulp of the maximum.  Where all rows
-        // have a maximum a weight may be anything: what becomes too large starts again, and looks.
-        const float scaled = is_set ? weight * late_scale : rounded_product(weight, late_scale);
+        const float scaled = fused ? weight * late_scale : rounded_product(weight, late_scale);
         weight = exp2_approx(scaled - reference);
         l += weight;
       }
     state.l[r] = l;
   }
+}
+
+// Fused, the weight of the maximum itself is off by half an ulp of the maximum in its exponent: an eighth to
+// here, but thousands where scores are beyond 2^37, and then nothing is left of a row.
+DEVICE bool is_beyond(const RowState& state) {
+  bool beyond = false;
+#pragma unroll
+  for (int r = 0; r < n_rows; ++r) beyond |= magnitude(finite_max(state.m[r])) > 1 << 21;
+  return beyond;
 }
 
 DEVICE bool is_set(const RowState& state) {
