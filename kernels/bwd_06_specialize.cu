@@ -17,7 +17,7 @@
 // In turn      deterministic, and up to length 2,048, where it costs nothing: blocks add to a query tile one
 //              after the other, the last keys first.  Who is first stores, so nobody makes zeros; where every
 //              query sees a key, who is last makes dq of the sum, and there is no __close.  With causal the
-//              last heads are walked the other way round (may_turn), so that the kernel ends with short walks
+//              last heads are walked the other way round (may_turn): then short walks end the kernel
 // Grid         x: as many blocks as SMs.  Which tile is next: a counter in memory; who asks first gets it.  A
 //              block's first tile is its own number; in turn it asks for that too, for then nobody waits for a
 //              block that has not started.
