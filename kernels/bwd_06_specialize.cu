@@ -19,8 +19,8 @@
 //              query sees a key, who is last makes dq of the sum, and there is no __close.  With causal the
 //              last heads are walked the other way round (may_turn): then short walks end the kernel
 // Grid         x: as many blocks as SMs.  Which tile is next: a counter in memory; who asks first gets it.  A
-//              block's first tile is its own number; in turn it asks for that too, for then nobody waits for a
-//              block that has not started.
+//              block's first tile is its own number; in turn it asks for that too, for then nobody waits for
+//              a block that has not started.
 //              Tiles are numbered key tile + n_tiles * (key head + heads_k * (sequence + batch * part)), with
 //              causal the longest of a few heads first, in turn the last keys of a few heads; packed: slots
 //              (lib/positions.cuh) for tiles.  Where tiles are few, parts share a key head's query heads and

@@ -36,6 +36,7 @@ REDUNDANT: dict[tuple[str, str], str] = {
         "it keeps the order of sums, bits and not errors; emulated blocks seldom meet in that window"
     ),
     ("lib/key_group.cuh", "the sums are read"): "the next sums come after the barriers of a whole head",
+    ("lib/key_pieces.cuh", "barrier_sync"): "walks of these cases are too short for pieces",
     ("bwd_06_specialize.cu", "wgmma_wait<0>();   // dV, dK"): (
         "with dQ late the wait for the next S covers it; the compiler serialises the products without it"
     ),
@@ -63,6 +64,7 @@ NOT_CALLED = {
     ("bwd_03_mma", "lib/mma_gradient.cuh", ""): "store_sums is bwd_04_pipeline's",
     ("bwd_03_mma", "lib/shares.cuh", ""): "Trade is bwd_04_pipeline's",
     ("bwd_06_specialize", "lib/query_tiles.cuh", ""): "Turns is bwd_05_wgmma's: here a thread takes turns",
+    ("bwd_05_wgmma", "lib/key_pieces.cuh", ""): "pieces are bwd_06_specialize's",
     ("bwd_05_wgmma", "lib/key_group.cuh", "rows are zeros"): "lengths are bwd_06_specialize's",
     ("bwd_05_wgmma", "lib/key_group.cuh", "fence_async_shared();"): "lengths are bwd_06_specialize's",
     ("bwd_05_wgmma", "lib/key_group.cuh", "all warps have written"): "slopes are bwd_06_specialize's",
