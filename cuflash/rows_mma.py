@@ -214,12 +214,12 @@ PIPELINE_TILES = (
     Tile(64, 32, 4, 2, up_to=64, room=HOPPER, options=_parts(2), **FLOATS),
     Tile(64, 32, 4, 2, up_to=96, room=HOPPER, **FLOATS),
     Tile(64, 16, 4, 2, up_to=128, room=HOPPER, options=_parts(2), **FLOATS),
-    Tile(128, 16, 8, 2, up_to=192, room=HOPPER, options=_parts(noted=True), **FLOATS),
-    # two blocks of 96 KB; causal one number lies in memory, once a key tile
-    Tile(64, 16, 4, 1, up_to=256, room=HOPPER, spills=8, options=_parts(noted=True), **FLOATS),
+    Tile(128, 16, 8, 2, up_to=192, room=AMPERE, options=_parts(noted=True), **FLOATS),  # 144 KB
     Tile(64, 32, 4, 2, up_to=64, **FLOATS),
     Tile(64, 16, 4, 2, up_to=128, spills=28, **FLOATS),  # on sm_120
-    Tile(64, 16, 4, 2, up_to=256, spills=104, **FLOATS),
+    Tile(64, 16, 4, 2, up_to=192, spills=40, **FLOATS),  # on sm_89, sm_120
+    # 96 KB, two blocks of HOPPER; there, causal, 8 bytes: a number that is read once a key tile
+    Tile(64, 16, 4, 1, up_to=256, spills=20, options=_parts(noted=True), **FLOATS),
 )  # fmt: skip
 
 FWD_05 = Row(

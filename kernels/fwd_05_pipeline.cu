@@ -18,9 +18,9 @@
 //                                          row has an m: weights may be as large as their type can hold
 //                    O += P V              P = S packed to 16 bits; V is transposed by ldmatrix
 //                O / l -> O_gmem      m + log l -> lse
-//              A block whose results are not finite starts again and looks for maxima.  Of three TF32
-//              products (float32) it says so instead, and fwd_05_pipeline__careful does it again in a way in
-//              which infinities stay infinities.
+//              A block whose results are not finite, or whose scores are beyond 2^21, starts again and looks
+//              for maxima.  Of three TF32 products (float32) it says so instead, and
+//              fwd_05_pipeline__careful does it again in a way in which infinities stay infinities.
 // Grid         x: split + n_splits * tile.  Tiles by sections of heads whose K and V fit the L2 cache, the
 //              heaviest of a section first (lib/sections.cuh).
 //              Where query tiles are too few to fill the GPU, blocks share the keys of a tile: each writes a
@@ -30,14 +30,16 @@
 // Shared       permuted: Q [TILE_Q, HEAD_DIM] | K [stages][span, HEAD_DIM] | V [stages][span, HEAD_DIM_V];
 //              behind them the kept blocks, where elements ask for them, and a few numbers
 // Registers    per thread, of 16 rows a warp: S TILE_KV / 2 and O HEAD_DIM_V / 2 floats.  No spills without
-//              options in 16 bits and in float32 to head_dim 128; above, the bytes that the row says
-// Built        bfloat16, causal, NVRTC 12.9: registers of a thread, KB of shared memory, by head_dim
+//              options in 16 bits and, on sm_90, in float32 to head_dim 192; else the bytes that the row says
+// Built        causal, NVRTC 12.9: registers of a thread, KB of shared memory, by head_dim.  256, 8192: keys,
+//              in bfloat16; float32: as three products
 //                             64         96         128        192        256
-//              sm_80, 256     231 48     236 60     251 64     210 72     242 128
+//              sm_80, 256     231 48     245 60     251 64     210 72     242 128
 //              sm_89, 256     233 48     212 36     248 48     209 48     244 96
-//              sm_120, 256    218 48     213 36     254 48     219 48     244 96
+//              sm_120, 256    222 48     213 36     254 48     219 48     244 96
 //              sm_90, 256     168 48     253 72     254 96     244 72     253 96
-//              sm_90, 8192    248 80     246 96     254 96     244 72     253 192
+//              sm_90, 8192    248 80     246 96     254 96     244 72     254 192
+//              sm_90, float32 200 80     241 72     245 96     255 144    255 96
 // Bytes        per block: Q once, K and V of its key range, O once
 // Barriers     2 stages: 1 block_sync a span, "it is there, and everyone has used the one before".
 //              1 stage: 2, "K is there, V may be overwritten" and the other way round

@@ -160,11 +160,11 @@ def test_tiles_of_the_pipeline_do_not_spill(arch, head_dim):
 
 
 def built():
-    """The table of the header: (arch, keys), head_dim -> registers, KB of shared memory."""
+    """The table of the header: (arch, keys or float32), head_dim -> registers, KB of shared memory."""
     head = (build.kernels_directory() / "fwd_05_pipeline.cu").read_text().split("#include")[0]
-    rows = re.findall(r"^// +(sm_\d+), (\d+) +(.*)$", head, re.M)
-    assert len(rows) == 5
-    return [(arch, int(keys), [int(x) for x in line.split()]) for arch, keys, line in rows]
+    rows = re.findall(r"^// +(sm_\d+), (\d+|float32) +(.*)$", head, re.M)
+    assert len(rows) == 6
+    return [(arch, keys, [int(x) for x in line.split()]) for arch, keys, line in rows]
 
 
 @pytest.mark.parametrize("arch, keys, numbers", built())
@@ -172,10 +172,12 @@ def test_registers_and_bytes_are_those_of_the_header(arch, keys, numbers):
     """Exactly with the compiler that it names; another may take a few registers more, and none spills."""
     known = build.nvrtc_version() == (12, 9)
     for n, head_dim in enumerate((64, 96, 128, 192, 256)):
-        found, used = resources("fwd_05_pipeline", arch, head_dim, length=keys)
+        dtype, length = ("float32", 4096) if keys == "float32" else ("bfloat16", int(keys))
+        found, used = resources("fwd_05_pipeline", arch, head_dim, dtype, length)
         registers, kilobytes = numbers[2 * n : 2 * n + 2]
         assert used.registers == registers if known else used.registers <= 255
-        assert found.smem_bytes // 1024 == kilobytes and used.spill_stores + used.spill_loads == 0
+        assert found.smem_bytes // 1024 == kilobytes
+        assert used.spill_stores + used.spill_loads <= found.tile.spills
 
 
 def first_rungs():
@@ -229,6 +231,19 @@ def test_floats_as_one_and_as_three_products(sizes, precision):
     odd = [np.concatenate([x[..., :1], x], -1)[..., 1:] for x in arrays]
     found = cuflash.attention(*odd, kernel="fwd_05_pipeline", **options)
     assert np.array_equal(found, cuflash.attention(*arrays, kernel="fwd_05_pipeline", **options))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_row_alone_of_scores_beyond_any_fused_product(dtype):
+    """Half an ulp of such a maximum, in an exponent, leaves a row nothing, or too much: either is noticed."""
+    rng = np.random.default_rng(1)
+    for _ in range(8):  # half of the maxima are rounded up
+        q, k, v = (rng.uniform(-1, 1, (1, n, 1, 64)) for n in (1, 70, 70))
+        q, k, v = (1e10 * q).astype(dtype), (1e10 * k).astype(dtype), v.astype(dtype)
+        out, lse = cuflash.attention(q, k, v, kernel="fwd_05_pipeline", return_lse=True)
+        expected, expected_lse = cuflash.reference.attention(q, k, v, return_lse=True)
+        np.testing.assert_allclose(out.astype(np.float32), expected, rtol=0, atol=0.01)
+        np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
 
 
 ODD_NUMBERS = {

@@ -103,8 +103,8 @@ template <bool fused> DEVICE void weigh(Fragment<tile_kv>& S, RowState& state, f
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& weight = S.of_row(r, c, e);
-        const float scaled = fused ? weight * late_scale : rounded_product(weight, late_scale);
-        weight = exp2_approx(scaled - reference);
+        if constexpr (fused) weight = exp2_approx(fmaf(weight, late_scale, -reference));
+        else weight = exp2_approx(rounded_product(weight, late_scale) - reference);
         l += weight;
       }
     state.l[r] = l;
