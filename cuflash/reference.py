@@ -138,10 +138,10 @@ def unfused(dtype: str, noise: Any = None) -> SimpleNamespace:
     """The baseline in dtype: `.attention`, `.attention_backward` and `.attention_vjp` of unfused attention.
 
     Products are accumulated in float32 (float64 for float64); S, P, O, dP, dS and the gradients are each
-    rounded to dtype ("float16", "bfloat16", "float32", "float64", or "tf32", which rounds the inputs
-    too).  Results that leave (out, gradients) are rounded to out_dtype where one is given.  noise: a
-    numpy.random.Generator that draws other roundings of the same size, for small arrays on which one draw
-    may be lucky.
+    rounded to dtype ("float16", "bfloat16", "float32", "float64", or "tf32", which rounds the inputs too),
+    and so is a dout of another dtype before it is multiplied.  Results that leave (out, gradients) are
+    rounded to out_dtype where one is given.  noise: a numpy.random.Generator that draws other roundings of
+    the same size, for small arrays on which one draw may be lucky.
     """
     arithmetic = Arithmetic("float64" if dtype == "float64" else "float32", dtype, noise)
     functions = (attention, attention_backward, attention_vjp)
@@ -225,6 +225,7 @@ def backward(
             delta = arithmetic.total(xp.where(O == 0, 0, dO * O), 1)  # its O is 0, and its dO may be anything
             if operands.dlse is not None:
                 delta = delta - operands.dlse[b, h, tokens].astype(arithmetic.accumulate)
+            dO = arithmetic.round_result(dO, arithmetic.rounds_to)  # products take operands of their dtype
 
             S, visible, dcap, distance = scores(problem, operands, sequence, h, i, j, arithmetic)
             P = arithmetic.round(xp.where(visible, arithmetic.exp(S - lse[:, None]), 0))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,10 +39,10 @@ class Arithmetic:
     | rounds_to | dtype that S, P, O, dP, dS and the gradients are rounded to after each step, or None |
     | noise | None, or a numpy.random.Generator that draws other errors of the same size |
 
-    rounds_to="tf32" keeps 10 bits of the fraction, of the inputs too.  With noise, S, P, dP and dS move at
-    random by up to the half unit that rounding would move them, the inputs and what scores are made of by a
-    unit of accumulate, and sums are those of 1, 2, 4 or 8 lanes that each add one number at a time, in a
-    random order.  Equal numbers move alike, as they round alike: their errors do not cancel in a sum.
+    rounds_to="tf32" keeps 10 bits of the fraction, of the inputs too.  With noise, S, P, dP and dS are
+    rounded on a grid that is shifted at random, the inputs and what scores are made of move by up to a unit
+    of accumulate, and sums are those of 1, 2, 4 or 8 lanes that each add one number at a time, in a random
+    order.  Equal numbers move alike, as they round alike: their errors do not cancel in a sum.
     Weights below the smallest normal number are 0 then, as they are on a GPU.
     """
 
@@ -113,24 +112,27 @@ class Arithmetic:
         return 2 ** int(self.noise.integers(4))
 
     def _shake(self, x: Any, dtype: str) -> Any:
-        """x moved by a random part, -1 to 1, of half a unit of dtype, of a whole unit of accumulate."""
+        """x with another rounding to dtype: on a grid shifted by a random part of its unit, another part for
+        each power of 2.  In accumulate, whose digits x has: moved by a random part of a unit, -1 to 1."""
         xp = module_of(x)
         eps = 2.0**-10 if dtype == "tf32" else float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
         _, exponent = xp.frexp(x)  # |x| is from 2^(exponent - 1) to 2^exponent
-        part = _hashed(x, eps / 16, int(self.noise.integers(2**63))).astype(x.dtype)
-        half_unit = eps / 2 if dtype == self.accumulate else eps / 4
-        return x + part * xp.ldexp(xp.asarray(half_unit, x.dtype), exponent)
+        unit = xp.ldexp(xp.asarray(eps / 2, x.dtype), exponent)
+        if dtype == self.accumulate:
+            moved = x + _hashed(x, int(self.noise.integers(2**63))).astype(x.dtype) * unit
+        else:
+            shift = xp.asarray(self.noise.uniform(-0.5, 0.5, 1 << 12).astype(x.dtype))[exponent & 0xFFF]
+            moved = (xp.rint(x / unit + shift) - shift) * unit
+        return xp.where(xp.isfinite(moved) & (x != 0), moved, x)
 
 
-def _hashed(x: Any, step: float, seed: int) -> Any:
-    """Numbers from -1 to 1, float64, that look random: equal where x is, to a relative step, a power of 2.
+def _hashed(x: Any, seed: int) -> Any:
+    """Numbers from -1 to 1, float64, that look random: equal where x is.
 
-    The bits of x, cut off there, go through the last lines of MurmurHash3 (Appleby), which mix 64 bits.
+    The bits of x go through the last lines of MurmurHash3 (Appleby), which mix 64 bits.
     """
     xp = module_of(x)
-    cut = max(0, xp.finfo(x.dtype).nmant + int(math.log2(step)))
-    bits = xp.ascontiguousarray(x).view(f"uint{8 * x.itemsize}").astype(xp.uint64) >> xp.uint64(cut)
-    bits ^= xp.uint64(seed)
+    bits = xp.ascontiguousarray(x).view(f"uint{8 * x.itemsize}").astype(xp.uint64) ^ xp.uint64(seed)
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         bits ^= bits >> xp.uint64(33)
         bits *= xp.uint64(factor)

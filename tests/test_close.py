@@ -222,6 +222,9 @@ def test_noise_moves_equal_numbers_alike():
     assert (moved == moved[:, :1]).all() and len(np.unique(moved[:, 0] - x[::1000])) == 3
     again = shaken.round(x).reshape(3, 1000)
     assert (again[:, 0] != moved[:, 0]).all()
+    assert not shaken.round(np.zeros(3, np.float32)).any()  # nothing to round
+    near = shaken.round(np.linspace(1.001, 1.002, 1000, dtype=np.float32)) - 1.0015  # 1 / 8 of a unit
+    assert near.std() < 0.002, "numbers close together, too, but where the grid jumps"
 
 
 def test_noise_knows_that_tiny_weights_are_flushed():
@@ -244,3 +247,13 @@ def test_noise_reaches_what_a_score_is_made_of():
         for noise in (None, *map(np.random.default_rng, range(8)))
     ]
     assert errors[0] < 1e-9 and max(errors) > 6e-8
+
+
+def test_the_baseline_multiplies_numbers_of_its_own_dtype():
+    """dout may be float32 beside bfloat16 inputs: products of 16-bit numbers take it rounded."""
+    q = np.ones((1, 1, 1, 2), ml_dtypes.bfloat16)
+    dout = np.full((1, 1, 1, 2), 1.003, np.float32)  # 1 in bfloat16
+    given = dout, q, q, q, np.ones((1, 1, 1, 2), np.float32), np.full((1, 1, 1), np.sqrt(2), np.float32)
+    exact = reference.attention_backward(*given)
+    found = reference.unfused("bfloat16").attention_backward(*given)
+    assert (exact.dv > 1.0029).all() and (found.dv == 1).all()
