@@ -40,7 +40,7 @@ def walked_bytes(problem: Problem, p: Params, shares: int, asks: int = 0) -> Tra
     return traffic
 
 
-def cluster_bytes(problem: Problem, p: Params, shares: int, asks: int) -> Traffic:
+def cluster_bytes(problem: Problem, p: Params, shares: int) -> Traffic:
     """The same of bwd_07_cluster, where a block reads a part of its peer's K too, lse and delta itself."""
     if is_data_dependent(problem) or len(problem.gradients) > 3:
         return {}
@@ -61,10 +61,9 @@ def cluster_bytes(problem: Problem, p: Params, shares: int, asks: int) -> Traffi
             v_numbers += own * problem.head_dim_v
             k_numbers += own * problem.head_dim + peer * min(max(problem.head_dim - first, 0), cols)
     n, size = problem.batch * problem.heads_k * shares, ITEMSIZE[problem.dtype]
-    if p["IN_TURN"] or not p["DETERMINISTIC"]:  # for each tile of keys a counter is asked, or at its end
+    if not p["DETERMINISTIC"]:  # for each tile of keys a counter is asked, or found to be at its end
         read, written = traffic["query_rows"]
-        counts = 4 * (n * len(tiles) + (min(n * len(tiles), asks) if p["IN_TURN"] else 0))
-        traffic["query_rows"] = read + counts, written + counts
+        traffic["query_rows"] = read + 4 * n * len(tiles), written + 4 * n * len(tiles)
     return traffic | {"k": (n * k_numbers * size, 0), "v": (n * v_numbers * size, 0)}
 
 
@@ -98,7 +97,7 @@ def _around(problem: Problem, p: Params, shares: int, blocks: int = 1) -> Traffi
     if problem.has_mask:
         traffic["mask"] = (cost.visible_pairs(problem) * heads, 0)
     if p.get("IN_TURN"):
-        traffic |= _turns(problem, p, visits, places, blocks)
+        traffic |= _turns(problem, p, visits, places)
     elif problem.deterministic:  # each half of a tile of dQ has a count: asked once and raised once a visit
         traffic["turns"] = (visits * 2 * 8, visits * 2 * 4)
     for name, dim in (("k", d), ("v", dv)):
@@ -110,15 +109,14 @@ def _around(problem: Problem, p: Params, shares: int, blocks: int = 1) -> Traffi
     return traffic
 
 
-def _turns(problem: Problem, p: Params, visits: int, places: int, blocks: int) -> Traffic:
-    """Where blocks add to a query tile in turn: a count per tile, and block of a cluster, asked and raised
-    once a visit.  The first stores: no zeros.  FINISHES: the last reads the sum, else
-    pass_query_tiles__close does."""
+def _turns(problem: Problem, p: Params, visits: int, places: int) -> Traffic:
+    """Where blocks add to a query tile in turn: a count per tile, asked and raised once a visit.  The first
+    stores: no zeros.  FINISHES: the last reads the sum, else pass_query_tiles__close does."""
     tile, warps = 4 * p["TILE_Q"] * p["HEAD_DIM"], 8  # of __close, that look whether there is a sum
     sums, looks = visits, places * warps
     if p.get("FINISHES"):
         sums, looks = visits - places, 0
     return {
         "dQ_tiles": (sums * tile, sums * tile),
-        "turns": (4 * (2 * visits * blocks + looks), 4 * (visits * blocks + 2 * places)),
+        "turns": (4 * (2 * visits + looks), 4 * (visits + places)),
     }

@@ -10,7 +10,6 @@ from dataclasses import replace
 from cuflash.hopper_bytes import cluster_bytes
 from cuflash.problem import Problem
 from cuflash.row import (
-    ITEMSIZE,
     WHOLE,
     Grid,
     Map,
@@ -66,33 +65,8 @@ def _grid(problem: Problem, p: Params) -> Grid:
 
 
 def _stays(p: Params) -> int:
-    """A cluster takes one tile of keys after another: = stays of cluster_block.cuh."""
-    return _CLUSTER if p["IN_TURN"] or not p["DETERMINISTIC"] else 0
-
-
-MANY_CLUSTERS = 4 * ENOUGH_CLUSTERS
-SHORT = 512  # up to this length waiting for turns costs less than zeros and a pass that makes dq
-
-
-def _more(problem: Problem, p: Params) -> Params:
-    """IN_TURN, FINISHES: in short walks of many clusters, where none waits for long, they add to dQ in turn;
-    the first stores, and the last makes dq.  2: none walks from the last query on."""
-    hides = problem.packed or any(p[name] for name in ("WINDOW", "LENGTHS_Q", "LENGTHS_K", "BLOCK_MASK"))
-    offset = problem.len_k - problem.len_q if problem.query_offset is None else problem.query_offset
-    sees = problem.len_k > 0 and not hides and (not problem.causal or offset >= 0)
-    has_options = any(p[name] for name in ("SOFTCAP", "ALIBI", "DROPOUT")) or p["BIAS_DTYPE"] >= 0
-    changes = problem.has_mask or has_options
-    is_short = max(problem.len_q, problem.len_k) <= SHORT and problem.heads == problem.heads_k
-    is_large = _clusters(problem, p) >= MANY_CLUSTERS and len(problem.gradients) <= 3
-    chooses = sees and not changes and is_short and is_large and _is_whole(problem)
-    return {"IN_TURN": 2 * int(chooses), "FINISHES": int(chooses)}
-
-
-def _is_whole(problem: Problem) -> bool:
-    """Rows of dq are whole pieces of 16 bytes."""
-    dq = problem.spec("dq")
-    numbers = (problem.head_dim,) if dq is None else (problem.head_dim, *dq.strides[:3], dq.align // 2)
-    return ITEMSIZE[problem.out_dtype] == 2 and all(n % 8 == 0 for n in numbers)
+    """A cluster takes one tile of keys after another, but in turn: = stays of cluster_block.cuh."""
+    return 0 if p["DETERMINISTIC"] else _CLUSTER
 
 
 def _own_keys(p: Params) -> int:
@@ -126,15 +100,14 @@ def _smem(p: Params) -> int:
         (4, n_Q, queries),
         (4, 2, queries),
         (4, 8, 4),
-        *2 * [(4, 1, 8)],
+        (4, 1, 8),
         (4, 4, 4),
         (4, 1, 4),
         *5 * [(8, 1, 1)],
         (8, 1, 4),
         (8, 1, 8),
         *4 * [(8, 1, n_Q)],
-        *5 * [(8, 1, 2)],
-        *3 * [(8, 1, 4 if p["IN_TURN"] else 2)],
+        *8 * [(8, 1, 2)],
         *3 * [(8, 1, n_dO)],
     )
     return round_up(round_up(kept, 1024) + tiles + others, 1024)
@@ -152,7 +125,7 @@ def _workspace(problem: Problem, p: Params) -> tuple[Slot, ...]:
 
 
 def _bytes(problem: Problem, p: Params) -> Traffic:
-    return cluster_bytes(problem, p, max(p["SPLIT"], 1), ENOUGH_CLUSTERS)
+    return cluster_bytes(problem, p, max(p["SPLIT"], 1))
 
 
 def _after() -> tuple[Step, ...]:
@@ -208,7 +181,6 @@ BWD_07 = Row(
     workspace=_workspace,
     bytes=_bytes,
     splits=_splits,
-    more=_more,
     flops_per_clock=4096,
     yields=_yields,
 )

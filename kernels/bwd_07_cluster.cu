@@ -13,20 +13,16 @@
 //                  gradients dP^T = V dO^T, dS = P (dP - delta)        dK += dS^T Q     dS -> both blocks
 //                  both      dQ sums += dS K, one tile late: its columns are shared out among the four
 //                dK * scale, dV -> memory                (pass_query_tiles__close makes dQ of the sums)
-// In turn      deterministic, and up to length 512, where it costs nothing: clusters add to a query tile one
-//              after the other, the last keys first.  Up to 512 who is first stores: nobody makes zeros.  Who
-//              is last fetches the sum, goes on with its product from there and makes dq: there is no __close
 // Grid         x: rank + 2 * cluster, as many as there are SMs.  A cluster stays: its first tile of keys has
-//              its number, the next ones a counter in memory's; in turn the first too, for then nobody waits
-//              for a cluster that has not started.  Tiles of one head are taken together, they read the same
-//              Q and dO.  deterministic above 512: a cluster per tile, which ends with it
+//              its number, the next ones a counter in memory's.  Tiles of one head are taken together, they
+//              read the same Q and dO.  deterministic: a cluster per tile, which ends with it
 //              Few tiles: n_splits clusters share a key head's query heads and add to dK_sum and dV_sum.
 // Groups       0 (lib/cluster_loader.cuh): a warp loads Q and dO; one makes zeros of rows that do not exist;
-//              one chooses tiles of keys and loads them; in turn two keep the turns
+//              one chooses tiles of keys and loads them, or two keep the turns of a deterministic backward
 //              1 weights (lib/cluster_weights.cuh)      2 gradients (lib/cluster_gradients.cuh)
 // Shared       (lib/cluster_block.cuh) K, V [64, .] | K_peer [64, 128] | Q [2][64, .] | dO [N_STAGES][64, .]
-//              | dS [2][own, peer][64, 64] | P [2], as registers hold it | lse, delta | steps: what,
-//              of which tile of keys, who is first | barriers
+//              | dS [2][own, peer][64, 64] | P [2], as registers hold it | lse, delta | steps, tiles
+//              | barriers
 // Registers    per thread at 256: dV or dK 128, S or dP 32, dQ 32, P or dS packed 16; loader 24, groups 240
 //              No spills without options that change or sum scores; with them up to 1.6 KB, where all meet
 // Bytes        per block: K, V, dK, dV once; half of Q and dO, an addition to half of dQ per query tile
@@ -67,8 +63,8 @@ CLUSTER_KERNEL(n_threads, 1, 2, bwd_07_cluster)(const __grid_constant__ MappedAr
       cluster_wait();   // as the loader does
       if (cleans_queries && thread < 64) clean_queries(args, smem, lane);
       else if (stays && thread / 32 == 2) Chooser{args, smem, lane}.run();
-      else if (takes_turns && thread / 32 == (stays ? 1 : 2)) wait_for_turns(args, smem, lane);
-      else if (takes_turns && thread / 32 == 3) announce_turns(args, smem, lane);
+      else if (deterministic && thread / 32 == 2) wait_for_turns(args, smem, lane);
+      else if (deterministic && thread / 32 == 3) announce_turns(args, smem, lane);
     }
   } else {
     registers_grow<240>();

@@ -77,7 +77,7 @@ KERNEL(open_threads, open_blocks) pass_query_tiles__open(const __grid_constant__
   const i64 h = own.h, dim = args.head_dim_v;
 
   constexpr int tile_numbers = tile_q * head_dim_tile;
-  if (in_turn && thread < 2) Global<i32>(args.workspace[SLOT_TURNS]).store(place * 2 + thread, 0);
+  if (in_turn && thread == 0) Global<i32>(args.workspace[SLOT_TURNS]).store(place * 2, 0);
 #pragma unroll
   for (int at = 0; at < tile_numbers && !in_turn; at += open_threads * 4)
     if (tile_numbers % (open_threads * 4) == 0 || at + thread * 4 < tile_numbers)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from close import Judge
-from problems import Build, Call, covering_builds, list_of_calls
+from problems import Build, covering_builds, list_of_calls
 from test_backward_kernels import draw, run, same_bits
 
 import cuflash
-from cuflash import CuflashError, build, checks, copies, devices, emulator, plan, rows_cluster
+from cuflash import CuflashError, build, checks, copies, devices, emulator, plan
 from cuflash.cases import cases
 from cuflash.check import check
 
@@ -89,34 +89,6 @@ def test_deterministic_gradients_ignore_the_order_of_threads_and_blocks(seed):
     first = run(call, ROW)
     with emulator.options(seed=seed):
         assert same_bits(first, run(call, ROW))
-
-
-def test_short_walks_of_many_clusters_add_in_turn(monkeypatch, copies_however_dear):
-    """The first stores, the last makes dq: no zeros, no __close; deterministic or not, the same bits."""
-
-    def closes(batch, length, head_dim=192, heads_k=8, **options):
-        q, k = (cuflash.spec((batch, length, heads, head_dim), "bfloat16") for heads in (8, heads_k))
-        found = cuflash.explain(q, k, k, device="sm_90a", kernel=ROW, backward=True, **options)
-        assert found.spills == 0 and build.compile(found.main.job).warnings == ()
-        return "pass_query_tiles__close" in {one.name for one in found.launches}
-
-    assert not closes(32, 512) and not closes(32, 512, 256, causal=True)
-    assert not closes(32, 512, 256, deterministic=True)
-    assert closes(1, 512) and closes(8, 2048) and closes(32, 512, heads_k=4) and closes(32, 512, 204)
-    monkeypatch.setattr(rows_cluster, "MANY_CLUSTERS", 0)
-    for length, d, dv, causal in [(200, 192, 192, True), (70, 256, 136, False), (260, 144, 256, True)]:
-        dout, q, k, v, *_ = draw((1, length, 300, 2, 2, d, dv), "bfloat16", {})
-        first = None
-        for seed, deterministic in enumerate((False, True, False)):
-            given = Build(dtype="bfloat16", causal=causal, deterministic=deterministic)
-            call = Call(
-                q, k, v, dout=dout, dlse=None, options={"causal": causal}, build=given,
-                deterministic=deterministic,
-            )  # fmt: skip
-            with emulator.options(seed=seed, copies="late" if seed == 2 else "early"):
-                got = run(call, ROW)
-            first = first or got
-            assert same_bits(first, got)
 
 
 def test_few_clusters_share_the_heads_of_a_key_head():

@@ -52,8 +52,6 @@ struct alignas(16) Step {
 
 // dQ of a step is added two steps later: what the loader told is kept until both groups have passed that.
 constexpr int n_steps = 8;
-// Turns are asked for so many steps ahead of the last that is over: who makes dq needs them a step sooner.
-constexpr int n_turns = in_turn ? 4 : 2;
 // Rank 0 is at most n_Q steps, so tiles, ahead of rank 1.
 constexpr int n_told = 4;
 
@@ -69,15 +67,13 @@ struct Smem : KeptBlocks<Walk, asks_blocks, 2> {
   Shared<float, 2, tile_q> delta;
   Shared<i32, n_steps, 4> steps;
   Shared<u32, 1, n_steps> tiles;   // of keys: its number, beside each step
-  Shared<u32, 1, n_steps> is_first;   // in_turn: of those that add to the step's dQ
   Shared<i32, n_told, 4> told;     // rank 1: the next one's
   Shared<float, 1, 4> sums;   // of dalibi_slopes, a number per warp
   Shared<u64, 1, 1> K_full, V_full, keys_clean, keys_empty, asked;   // V_full: of V and K_peer
   Shared<u64, 1, n_told> is_told;
-  Shared<u64, 1, n_steps> step_told;
+  Shared<u64, 1, n_steps> step_told;   // deterministic
   Shared<u64, 1, n_Q> Q_landed, Q_full, Q_empty, S_read;
-  Shared<u64, 1, 2> dP_read, dS_full, dS_empty;
-  Shared<u64, 1, n_turns> may_add, added, announced;
+  Shared<u64, 1, 2> dP_read, dS_full, dS_empty, may_add, added, announced;   // the last three: turns
   Shared<u64, 1, n_P> P_full, P_empty;
   Shared<u64, 1, n_dO> dO_landed, dO_full, dO_empty;
 };
@@ -104,13 +100,8 @@ struct Owner {
   i32 h_begin, h_end;   // query heads
 };
 
-// Clusters add to the dQ of a tile of queries one after the other: deterministic, and in short walks, where
-// the first stores and the last makes dq of the sum (lib/query_tiles.cuh).
-constexpr bool takes_turns = deterministic || in_turn;
-static_assert(in_turn == finishes && (!in_turn || !is_exact && !cleans_queries && !has_block_mask),
-              "bwd_07_cluster: in turn without options, and who stores first makes dq at last");
-// Else in turn a cluster takes the one tile of its number, and ends with it.
-constexpr bool stays = !deterministic || in_turn;
+// In turn, blocks take the one tile of their number: who waits for another may not have to take its place.
+constexpr bool stays = !deterministic;
 constexpr u32 NO_KEYS = 0x7fffffff;
 DEVICE u32 tiles_of_a_part(const Args& args) {
   return static_cast<u32>(n_slots(args, args.len_k, tile_kv)) * static_cast<u32>(args.heads_k);

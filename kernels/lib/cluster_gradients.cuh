@@ -49,8 +49,6 @@ struct GradientsGroup {
     for (int at = 0; at < n_scores; ++at) dP[at] = next[at];
   }
 
-  DEVICE bool is_last() const { return finishes && shfl(j, 0) < tile_kv; }   // of those that add to dQ
-
   DEVICE void read_step(u32 n) {
     wait_full(smem.Q_full, n);   // the step is there, and Q
     step = smem.steps.as<Step>(n % n_steps, 0);
@@ -172,12 +170,11 @@ struct GradientsGroup {
   template <bool is_first> DEVICE void go_on(u32 n) {
     make_dS(n);
     add_product(dK, dS, smem.Q[n % n_Q]);
-    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2, is_last());
-    if constexpr (!is_first) share.fetch(dQ, n - 1, is_last());
+    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2);
     if constexpr (is_first) {
       wgmma_wait<0>();   // dK has read Q and dS
     } else {
-      share.start(dQ, n - 1, is_last());
+      share.start(dQ, n - 1);
       wgmma_wait<1>();   // dK has read Q and dS
     }
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
@@ -191,7 +188,7 @@ struct GradientsGroup {
     wgmma_wait<0>();   // dP
 #pragma unroll
     for (int at = 0; at < n_scores; ++at) dP[at] = next[at];
-    if constexpr (is_exact && !is_first) share.add(dQ, n - 1, is_last());   // registers
+    if constexpr (is_exact && !is_first) share.add(dQ, n - 1);   // registers
   }
 
   // Step n, the last, but for its dQ.
@@ -200,23 +197,20 @@ struct GradientsGroup {
     add_product(dK, dS, smem.Q[n % n_Q]);
     wgmma_wait<0>();   // dK
     if (thread == 0) arrive_at_both(smem.Q_empty, n);
-    if (!is_exact && step.is_third()) share.add(dQ, n - 2, is_last());
+    if (!is_exact && step.is_third()) share.add(dQ, n - 2);
     if (step.is_second()) {
-      share.fetch(dQ, n - 1, is_last());
-      share.start(dQ, n - 1, is_last());
+      share.start(dQ, n - 1);
       wgmma_wait<0>();   // dQ has read dS
       if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
-      share.add(dQ, n - 1, is_last());
+      share.add(dQ, n - 1);
     }
     if constexpr (is_exact) leave_head();
     rules_h = -1;
-    share.fetch(dQ, n, is_last());
-    share.start(dQ, n, is_last());
+    share.start(dQ, n);
     wgmma_wait<0>();   // dQ
     share.release(n);
-    if constexpr (in_turn) share.add(dQ, n, is_last());   // others wait for it
     store_keys(args, tile_of(smem, n), dK, static_cast<float>(args.scale), args.dK, args.dK_sum,
                args.head_dim, thread);
-    if constexpr (!in_turn) share.add(dQ, n, is_last());
+    share.add(dQ, n);
   }
 };

@@ -40,7 +40,7 @@ DEVICE void load_keys(const MappedArgs& args, Smem& smem, const Owner& own) {
 
 // Whether the first tile's keys are asked for at once: where some query sees them for sure.
 DEVICE bool asks_early(const Args& args) {
-  if (in_turn || (has_block_mask && stays)) return false;
+  if (has_block_mask && stays) return false;
   const Owner own = owner_of(args, blockIdx.x / 2);
   const i32 j0 = own.tile.j0, j1 = smallest(j0 + tile_kv, own.tile.seq.len_k);
   if (!own.tile.exists || j0 >= j1) return false;
@@ -100,13 +100,13 @@ struct Chooser {
   DEVICE u32 choose(u32 n) {
     const Global<i32> counter(args.workspace[SLOT_ROWS]);
     u32 tile = blockIdx.x / 2;
-    bool is_first = n == 0 && !in_turn;   // both blocks know it
+    bool is_first = n == 0;   // both blocks know it
 #pragma unroll 1
     for (;; is_first = false) {
       if (!is_first) {
         if (cluster_rank() == 1) return hear(n);
         const i32 taken = lane == 0 ? counter.fetch_add(counter_index(args), 1) : 0;
-        tile = (in_turn ? 0 : gridDim.x / 2) + static_cast<u32>(shfl(taken, 0));
+        tile = gridDim.x / 2 + static_cast<u32>(shfl(taken, 0));
         if (tile >= tiles_of_a_part(args) * (is_split ? n_splits : 1)) {
           tile = NO_KEYS;
           break;
@@ -170,7 +170,7 @@ struct Loader {
     wait_empty(smem.S_read, n);
     if (lane == 0) {
       smem.steps.as<Step>(n % n_steps, 0) = {};
-      if constexpr (takes_turns) mbarrier_arrive(at(smem.step_told, n));
+      if constexpr (deterministic) mbarrier_arrive(at(smem.step_told, n));
     }
     if (lane == 0 || asks_blocks)   // a step that does not exist
       mbarrier_arrive(at(cleans_queries ? smem.Q_landed : smem.Q_full, n));
@@ -211,7 +211,7 @@ struct Loader {
         const u32 flags = 1 | (walk.exists() ? 0 : 2) | (tests ? 4 : 0) | told;
         smem.steps.as<Step>(n % n_steps, 0) = {i0, head, flags, place};
         smem.tiles(0, n % n_steps) = tile;
-        if constexpr (takes_turns) mbarrier_arrive(at(smem.step_told, n));
+        if constexpr (deterministic) mbarrier_arrive(at(smem.step_told, n));
         mbarrier_arrive_expect(full, smem.Q[0].n_bytes + 4 * tile_q);
         load_half(smem.Q[n % n_Q], args.maps.Q, full, rank, row, head, batch);
         bulk_load(smem.lse.address(n % n_Q, 0), rows.address(first_row, 4 * tile_q), 4 * tile_q, full);
@@ -262,10 +262,10 @@ DEVICE void clean_queries(const Args& args, Smem& smem, int lane) {
   }
 }
 
-// ---- turns: clusters add to the dQ of a tile of queries one after the other
+// ---- turns: deterministic clusters add to the dQ of a tile of queries one after the other
 
-// Lane 0 of a warp at each step: visit(n, step, the tile of keys).
-template <class Visit> DEVICE void at_every_step(const Args& args, Smem& smem, int lane, Visit visit) {
+// Lane 0 of a warp at each step: visit(n, step).
+template <class Visit> DEVICE void at_every_step(Smem& smem, int lane, Visit visit) {
   if (lane != 0) return;
 #pragma unroll 1
   for (u32 n = 0;; ++n) {
@@ -275,16 +275,13 @@ template <class Visit> DEVICE void at_every_step(const Args& args, Smem& smem, i
     visit(n, step);
   }
 }
-// One warp waits for the turns, so that no product does; it is at most n_turns ahead of what is announced.
+// One warp waits for the turns, so that no product does; it is at most two tiles ahead of what is announced.
 DEVICE void wait_for_turns(const Args& args, Smem& smem, int lane) {
   const Global<i32> turns(args.workspace[SLOT_TURNS]);
-  const int rank = static_cast<int>(cluster_rank());
-  at_every_step(args, smem, lane, [&](u32 n, const Step& step) {
-    const KeyTile keys = owner_of(args, stays ? smem.tiles(0, n % n_steps) : blockIdx.x / 2).tile;
-    const i32 turn = turn_of(args, keys.seq, step.i0, keys.j0);
-    if constexpr (in_turn) smem.is_first(0, n % n_steps) = turn == 0;
-    wait_empty(smem.announced, n);   // the turn n_turns steps before is over
-    turns.wait_for(2 * step.place + rank, turn);
+  const Owner own = owner_of(args, blockIdx.x / 2);
+  at_every_step(smem, lane, [&](u32 n, const Step& step) {
+    wait_empty(smem.announced, n);   // the turn two steps before is over
+    turns.wait_for(2 * step.place + own.rank, turn_of(args, own.tile.seq, step.i0, own.tile.j0));
     mbarrier_arrive(at(smem.may_add, n));
   });
 }
@@ -292,10 +289,9 @@ DEVICE void wait_for_turns(const Args& args, Smem& smem, int lane) {
 DEVICE void announce_turns(const Args& args, Smem& smem, int lane) {
   const Global<i32> turns(args.workspace[SLOT_TURNS]);
   const int rank = static_cast<int>(cluster_rank());
-  at_every_step(args, smem, lane, [&](u32 n, const Step& step) {
-    const i32 place = step.place;
+  at_every_step(smem, lane, [&](u32 n, const Step& step) {
     wait_full(smem.added, n);   // all warps of both groups have added
-    turns.add_release(2 * place + rank, 1);
+    turns.add_release(2 * step.place + rank, 1);
     mbarrier_arrive(at(smem.announced, n));
   });
 }

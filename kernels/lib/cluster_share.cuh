@@ -60,18 +60,16 @@ struct DqShare {
     first = static_cast<i32>(dQ_index(0, thread / 32, first_col / 8, thread % 32));
   }
   // dQ = dS K of the n-th step, over the keys of both blocks.
-  template <int size> DEVICE void start(float (&dQ)[size], u32 n, bool is_last) {
+  template <int size> DEVICE void start(float (&dQ)[size], u32 n) {
     wait_full(smem.dS_full, n);   // dS of own keys is stored, that of the peer's has landed
     const Descriptor dS(smem.dS[n % 2][0].descriptor_MN(0));   // the peer's follows: 8 more k16 steps
     const Descriptor K(smem.K.descriptor(step, smem.K.panel_bytes));
     const Descriptor K_peer(smem.K_peer.descriptor(step_peer, smem.K_peer.panel_bytes));
     constexpr u32 k16 = 128;   // 16 rows of a panel, in 16 bytes
-    const bool goes_on = finishes && is_last && !is_first(n);   // on what fetch has brought
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      wgmma<elem, 1, 1>(dQ, dS.at(k * k16), k < 4 ? K.at(k * k16) : K_peer.at((k - 4) * k16),
-                        goes_on || k > 0);
+      wgmma<elem, 1, 1>(dQ, dS.at(k * k16), k < 4 ? K.at(k * k16) : K_peer.at((k - 4) * k16), k > 0);
     wgmma_commit();
   }
   // dQ of the n-th step, the last of a tile of keys, is complete: dS and the keys may be overwritten.
@@ -80,55 +78,19 @@ struct DqShare {
     arrive_at_both(smem.dS_empty, n);
     mbarrier_arrive(at(smem.keys_empty, 0));
   }
-  // The sums += dQ of the n-th step; or dq, if the keys are the last to add.
-  template <int size> DEVICE void add(const float (&dQ)[size], u32 n, bool is_last) {
+  // The sums += dQ of the n-th step.
+  template <int size> DEVICE void add(const float (&dQ)[size], u32 n) {
     const Global<float> sums(args.workspace[SLOT_DQ]);
     const i64 place = smem.steps.as<Step>(n % n_steps, 0).place;
     const i64 index = place * (tile_q * head_dim_tile) + first;
-    const auto four = [&](int c) {
-      return Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}};
-    };
-    if constexpr (takes_turns) wait_full(smem.may_add, n);   // it is the cluster's turn
-    if (finishes && is_last) {
-      store(dQ, n);
-    } else {
-      const bool stores = in_turn && is_first(n);
+    if constexpr (deterministic) wait_full(smem.may_add, n);   // it is the cluster's turn
 #pragma unroll
-      for (int c = 0; c < size / 4; ++c)
-        if constexpr (in_turn) sums.store_or_add_as(stores, index + c * 128, four(c));
-        else sums.add_as(index + c * 128, four(c));
-    }
-    if constexpr (takes_turns) {
+    for (int c = 0; c < size / 4; ++c)
+      sums.add_as(index + c * 128, Vec16<float>{{dQ[4 * c], dQ[4 * c + 1], dQ[4 * c + 2], dQ[4 * c + 3]}});
+    if constexpr (deterministic) {
       warp_sync();   // the warp has added
       if (first / 4 % 32 == 0) mbarrier_arrive(at(smem.added, n));
     }
-  }
-  DEVICE bool is_first(u32 n) { return shfl(smem.is_first(0, n % n_steps), 0) != 0; }
-  // What others have added to dQ of the n-th step -> dQ, where its product goes on.
-  template <int size> DEVICE void fetch(float (&dQ)[size], u32 n, bool is_last) {
-    if (!finishes || !is_last) return;
-    wait_full(smem.may_add, n);   // all others have added
-    if (is_first(n)) return;
-    const Global<float> sums(args.workspace[SLOT_DQ]);
-    const i64 place = smem.steps.as<Step>(n % n_steps, 0).place;
-    const i64 index = place * (tile_q * head_dim_tile) + first;
-#pragma unroll
-    for (int c = 0; c < size / 4; ++c) {
-      const Vec16<float> four = sums.load_as<Vec16<float>>(index + c * 128);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dQ[4 * c + e] = four.item[e];
-    }
-  }
-  // dQ of the n-th step -> dq.
-  template <int size> DEVICE void store(const float (&dQ)[size], u32 n) {
-    const Step step = smem.steps.as<Step>(n % n_steps, 0);
-    const i64 b = static_cast<u32>(step.place) / static_cast<u32>(places_per_head(args) * args.heads);
-    const int piece = opaque(first) / 128, columns = head_dim_tile / 8;   // opaque: registers
-    TileSource rows = tile_source(args.dQ, b, 0, step.h, step.i0, args.len_q, piece % columns * 8,
-                                  args.head_dim);
-    rows.by_vectors = true;   // else the row has no turns: registers
-    store_rows<out_elem>(dQ, static_cast<float>(args.scale), args.dQ.data, rows, piece / columns * 16,
-                         rows.rows, opaque(static_cast<int>(threadIdx.x)) % 32);
   }
 };
 

@@ -46,8 +46,6 @@ struct WeightsGroup {
     wait_full(smem.V_full, key_tile);   // K_peer
   }
 
-  DEVICE bool is_last() const { return finishes && shfl(j, 0) < tile_kv; }   // of those that add to dQ
-
   DEVICE void read_step(u32 n) {
     wait_full(smem.Q_full, n);   // Q, lse and the step are there
     step = smem.steps.as<Step>(n % n_steps, 0);
@@ -95,8 +93,7 @@ struct WeightsGroup {
   template <bool is_first> DEVICE void go_on(u32 n) {
     wait_dO(n);
     add_product(dV, P, smem.dO[n % n_dO]);
-    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2, is_last());
-    if constexpr (!is_first) share.fetch(dQ, n - 1, is_last());
+    if (!is_exact && !is_first && step.is_third()) share.add(dQ, n - 2);
     read_step(n + 1);
     float S[n_scores];   // new in every step: the compiler need not carry it from one to the next
     product(S, smem.K, K, held_K, smem.Q[(n + 1) % n_Q]);
@@ -107,12 +104,12 @@ struct WeightsGroup {
     if constexpr (is_first) {
       wgmma_wait<0>();   // S
     } else {
-      share.start(dQ, n - 1, is_last());
+      share.start(dQ, n - 1);
       wgmma_wait<1>();   // S
       if constexpr (is_exact) {   // registers
         wgmma_wait<0>();   // dQ has read dS
         if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
-        share.add(dQ, n - 1, is_last());
+        share.add(dQ, n - 1);
       }
     }
     if constexpr (fetches_early) make_P(S, n + 1, lse, 0);
@@ -125,22 +122,19 @@ struct WeightsGroup {
   DEVICE void finish(u32 n) {
     wait_dO(n);
     add_product(dV, P, smem.dO[n % n_dO]);
-    if (!is_exact && step.is_third()) share.add(dQ, n - 2, is_last());
+    if (!is_exact && step.is_third()) share.add(dQ, n - 2);
     wgmma_wait<0>();   // dV
     if (thread == 0) arrive_at_both(smem.dO_empty, dO_use(n));
     if (step.is_second()) {
-      share.fetch(dQ, n - 1, is_last());
-      share.start(dQ, n - 1, is_last());
+      share.start(dQ, n - 1);
       wgmma_wait<0>();   // dQ has read dS
       if (thread == 0) arrive_at_both(smem.dS_empty, n - 1);
-      share.add(dQ, n - 1, is_last());
+      share.add(dQ, n - 1);
     }
-    share.fetch(dQ, n, is_last());
-    share.start(dQ, n, is_last());
+    share.start(dQ, n);
     wgmma_wait<0>();   // dQ
     share.release(n);
-    if constexpr (in_turn) share.add(dQ, n, is_last());   // others wait for it
     store_keys(args, tile_of(smem, n), dV, 1, args.dV, args.dV_sum, args.head_dim_v, thread);
-    if constexpr (!in_turn) share.add(dQ, n, is_last());
+    share.add(dQ, n);
   }
 };

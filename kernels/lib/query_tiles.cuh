@@ -25,8 +25,8 @@
 
 // Of the workspace; 0, 1: as in bwd_02_tiled.cu.
 constexpr int SLOT_ROWS = 2, SLOT_DQ = 3, SLOT_DO = 4, SLOT_TURNS = 5;
-// Of a row that may choose it: blocks add to a query tile in turn, and the first stores.  Where every query
-// sees a key, the last makes dq of the sum.  IN_TURN 2, of bwd_07_cluster: and all walk one way.
+// bwd_06_specialize: blocks add to a query tile in turn, and the first stores.  Where every query sees a key,
+// the last makes dq of the sum.
 #ifndef CUFLASH_IN_TURN
 #define CUFLASH_IN_TURN 0
 #define CUFLASH_FINISHES 0
@@ -35,7 +35,7 @@ constexpr bool in_turn = CUFLASH_IN_TURN;
 constexpr bool finishes = CUFLASH_FINISHES;
 // With causal the longest walks would end the kernel so.  In the last heads they come first: those blocks
 // walk from the last query to the first, the first keys are the first in turn, and the diagonal is the last.
-constexpr bool may_turn = CUFLASH_IN_TURN == 1 && finishes && causal && !has_block_mask;
+constexpr bool may_turn = finishes && causal && !has_block_mask;
 #undef CUFLASH_IN_TURN
 #undef CUFLASH_FINISHES
 constexpr bool is_plain = !has_softcap && !has_alibi && !has_bias;   // only scale makes a score of a product
