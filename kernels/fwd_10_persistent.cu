@@ -31,7 +31,8 @@
 // Barriers     Q_full, K_full, V_full, work_full: "is there".  Q_empty, K_empty, V_empty, work_empty: "all
 //              consumers have used it"; who reads or writes a record arrives for himself.  V_landed: the tile
 //              with a sequence's end, before the producer has cleared what lies behind it.  O_read: O has left
-//              V.  Named: 1 + g, the four warps of group g; MAY_PLAN: the planner may take the next tile
+//              V.  Named: 1 + g, the four warps of group g; MAY_PLAN: the planner may take the next tile;
+//              TURN + g: group g may issue its products
 // Tried        ATTEMPTS.md: a table.  Slower on an H200: Q in registers, a look for the maximum in every
 //              tile, tiles in a fixed order, clusters, a first product with the last of the query tile before
 #include "lib/params.cuh"
@@ -47,6 +48,7 @@ static_assert(args_bytes < 0 || sizeof(MappedArgs) == args_bytes,
 
 struct Consumer : ConsumerParts {
   DEVICE void run() {
+    if (group == 1) give_turn();   // group 0 begins
     while (true) {
       work_at.wait_full(smem.work_full);   // the next query tile is known, or the end
       const Work work = smem.work(0, work_at.stage);
@@ -143,7 +145,9 @@ struct Consumer : ConsumerParts {
 
   DEVICE void first_step(const Sequence& seq, i32 i0, i32 j0, bool more) {
     Fragment<tile_kv> S;
+    take_turn();
     multiply_QK(S);
+    give_turn();
     if (borrows_V) give_back_V();
     wgmma_wait<0>();   // S is there; K has been read
     begin(seq, i0, j0, more, S);
@@ -151,8 +155,10 @@ struct Consumer : ConsumerParts {
 
   template <Tests tests> DEVICE void step(const Sequence& seq, i32 i0, i32 j0) {
     Fragment<tile_kv> S;
+    take_turn();
     multiply_QK(S);
     multiply_PV();
+    give_turn();
     wgmma_wait<1>();   // S is there; K has been read
     if constexpr (!asks_blocks) release_K();
     change<tests>(seq, i0, j0, S);

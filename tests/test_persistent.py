@@ -78,6 +78,20 @@ def test_scores_far_from_0(middle):
     judge((q, k, v), "bfloat16", window=(200, 100))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_groups_that_multiply_in_turn(dtype):
+    """Long, causal, head_dim 128: groups of equal walks, of unequal ones, without rows, without keys."""
+    q = cuflash.spec((1, 900, 1, 128), dtype)
+    assert dict(cuflash.explain(q, q, q, causal=True, device="sm_90a", kernel=ROW).main.params)["PLANS"] == 0
+    mask = cuflash.BlockMask.from_dense(np.random.default_rng(2).random((3, 9)) < 0.4, 100, 100)
+    for seed in (0, 1):
+        with emulator.options(seed=seed):
+            judge(draw((1, 130, 900, 2, 1, 128, 128), dtype), dtype, causal=True, window=(300, 0))
+            judge(draw((1, 270, 800, 1, 1, 128, 128), dtype), dtype, causal=True, query_offset=-150)
+            arrays = draw((1, 270, 900, 1, 1, 128, 128), dtype)
+            judge(arrays, dtype, causal=True, query_offset=600, block_mask=mask)
+
+
 @pytest.mark.parametrize("size", [1e4, np.inf, np.nan])
 def test_one_key_that_is_far_from_the_rest(size):
     q, k, v = draw((1, 70, 500, 1, 1, 64, 64), "bfloat16")

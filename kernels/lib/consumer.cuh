@@ -12,8 +12,8 @@ constexpr bool trusts = !has_dropout;   // that the maximum stays, till a sum sa
 
 // Weights of the first key tile are made under a maximum of 0, near which scores mostly lie, if their sums
 // allow it: LEAST_SUM is far from what float32 and bfloat16 cannot hold.  float16 has no bits for such
-// weights; with causal it was slower (ATTEMPTS.md).
-constexpr bool begins_at_0 = trusts && is_same<elem, bf16> && n_groups == 2 && !causal;
+// weights; with causal it was faster only where groups multiply in turn (ATTEMPTS.md).
+constexpr bool begins_at_0 = trusts && is_same<elem, bf16> && n_groups == 2 && (!causal || in_turns);
 constexpr acc LEAST_SUM = 1e-18f;
 
 enum class Tests { none, all, asked };   // of elements in a key tile; asked: as its place says
@@ -37,8 +37,18 @@ struct ConsumerParts {
   DEVICE bool leads() const { return thread == 0; }
   DEVICE bool releases_K() const { return asks_blocks || (has_block_mask ? lane == 0 : leads()); }
 
+  // Around the products of every key tile, and where there are none.
+  DEVICE void take_turn() const {
+    if constexpr (in_turns) barrier_sync(TURN + group, 256);   // the other group has issued its products
+  }
+  DEVICE void give_turn() const {
+    if constexpr (in_turns) barrier_arrive(TURN + 1 - group, 256);   // these are issued: the other may
+  }
+
   // Of a tile that these rows do not see.
   DEVICE void skip_K() {
+    take_turn();
+    give_turn();
     K_at.wait_full(smem.K_full);    // only a stage that is full may be given back
     barrier_sync(1 + group, 128);   // all have seen it: without a product none may lag two rounds behind
     release_K();

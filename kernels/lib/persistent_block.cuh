@@ -27,7 +27,11 @@ struct alignas(16) KeyTiles {
 constexpr int n_announcers = plans ? n_groups : 1;   // lanes: each writes for a consumer
 // Threads that read what a stage of K says of blocks, and so give it back; without blocks one of a group.
 constexpr int n_readers = asks_blocks ? n_threads : has_block_mask ? n_warps : n_groups;
-constexpr int MAY_PLAN = 1 + n_groups;   // a barrier's number: the planner may take the next query tile
+// Numbers of barriers: the planner may take the next query tile; group g may issue its products (TURN + g).
+constexpr int MAY_PLAN = 1 + n_groups, TURN = MAY_PLAN + 1;
+// Two groups issue their products in turn, or these meet and then both wait.  Elsewhere groups part by
+// themselves, and turns cost more than they bring.
+constexpr bool in_turns = causal && n_groups == 2 && !weighs_ahead && !plans;
 
 using OTile = PanelTile<tile_q, head_dim_v_tile>;
 struct QAndO {
