@@ -65,8 +65,10 @@ class Arithmetic:
         """Weights of scores above lse."""
         xp = module_of(x)
         P = xp.exp(x)
-        is_normal = xp.isnan(P) | (xp.finfo(P.dtype).smallest_normal <= P)
-        return P if self.noise is None else xp.where(is_normal, P, 0)
+        if self.noise is None:
+            return P
+        smallest = float(np.finfo(P.dtype).smallest_normal)
+        return xp.where(xp.isnan(P) | (smallest <= P), P, 0)
 
     def round(self, x: Any) -> Any:
         """A step on the way (S, P, dP, dS), rounded but still held in the accumulation dtype."""
