@@ -11,10 +11,10 @@ static_assert(!borrows_V || (n_groups == 2 && n_stages >= 2 && tile_kv >= 64), "
 constexpr bool trusts = !has_dropout;   // that the maximum stays, till a sum says otherwise
 
 // Weights of the first key tile are made under a maximum of 0, near which scores mostly lie, if their sums
-// allow it: LEAST_SUM is far from what float32 and bfloat16 cannot hold.  float16 has no bits for such
-// weights; with causal it was faster only where groups multiply in turn (ATTEMPTS.md).
-constexpr bool begins_at_0 = trusts && is_same<elem, bf16> && n_groups == 2 && (!causal || in_turns);
-constexpr acc LEAST_SUM = 1e-18f;
+// allow it: LEAST_SUM is far from what float32 and bfloat16 cannot hold, and leaves float16 the bits of all
+// weights that count.  With causal it was faster only where groups multiply in turn (ATTEMPTS.md).
+constexpr bool begins_at_0 = trusts && n_groups == 2 && (!causal || in_turns);
+constexpr acc LEAST_SUM = is_same<elem, bf16> ? 1e-18f : 1;
 
 enum class Tests { none, all, asked };   // of elements in a key tile; asked: as its place says
 
